@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "host/attention_backward.h"
 #include "host/attention_split.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
@@ -145,6 +146,18 @@ bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Ten
                              is_causal);
 }
 
+// tensors: q, k, v, out, lse, dO, room for what is found of queries. to: dq, and dk and dv of each
+// query head.
+bool attention_backward(int64_t handle, const std::vector<Tensor>& tensors,
+                        const std::vector<Tensor>& to, double scale, bool is_causal) {
+  STD_TORCH_CHECK(tensors.size() == 7 && to.size() == 3,
+                  "fx_fuser: attention's backward takes 7 tensors, and makes 3");
+  const AttentionGradients call{tensors[0], tensors[1], tensors[2], tensors[3],
+                                tensors[4], tensors[5], tensors[6], to[0],
+                                to[1],      to[2],      scale,      is_causal};
+  return run_attention_backward(kernels_of<AttentionBackwardKernels>(handle), call);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
@@ -185,6 +198,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "attention_split(int kernels, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
       "float scale, bool is_causal) -> bool");
+  m.def(
+      "attention_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
+      "bool is_causal) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
@@ -200,6 +216,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("stem", TORCH_BOX(&stem));
   m.impl("implicit", TORCH_BOX(&implicit));
   m.impl("attention_split", TORCH_BOX(&attention_split));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
 }
 
 }  // namespace fx_fuser

@@ -439,3 +439,35 @@ def attention_split(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _taken("attention_split", spec, out, q, k, v, out, lse, scale, is_causal)
+
+
+def attention_backward(
+    spec: KernelSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    to: Sequence[Tensor],
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> bool:
+    """The gradients of `attention_split`'s out. Deterministic.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.attention.backward_spec_of`, see
+            kernels_cu/attention/attention_backward_sm90.cuh.
+        q, k, v, out, lse, scale, is_causal: as `attention_split` had them, or made them.
+        d_out: the gradient of out, as q.
+        to: receive the gradients: dq, as q; dk and dv of each query head, [B, H, keys, D]. Those of
+            heads that share keys are to be added up.
+
+    Returns, raises: as `linear_split`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    batches, heads, queries, _ = q.shape
+    padded = -(-queries // 128) * 128
+    of_queries = torch.empty(batches, heads, padded, 2, device=q.device)
+    tensors = [q, k, v, out, lse, d_out, of_queries]
+    return _taken("attention_backward", spec, out, tensors, list(to), scale, is_causal)

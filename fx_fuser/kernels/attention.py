@@ -1,7 +1,8 @@
 """Attention of float32 operands by fp16 halves, as exact as in float32 arithmetic.
 
-No pass offers it until it has been timed on a GPU. kernels_cu/attention/attention_split_sm90.cuh,
-launched by kernels_cu/host/attention_split.h.
+No pass offers it until it has been timed on a GPU. kernels_cu/attention/attention_split_sm90.cuh
+and attention_backward_sm90.cuh, launched by kernels_cu/host/attention_split.h and
+attention_backward.h.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 SHAPES = (
     *((64, 128, 128), (64, 192, 64), (64, 128, 64), (128, 128, 64)),
     *((64, 128, 128), (64, 128, 64)),  # with two warpgroups that make halves
+    (128, 128, 64),  # with more fp32 tiles on their way, and fewer of halves
+)
+
+# Of kAttentionBackwardShapes, likewise: a block's rows, queries or keys, and a tile's.
+BACKWARD_SHAPES = (
+    (64, 128, 64),
+    (128, 128, 64),
     (128, 128, 64),  # with more fp32 tiles on their way, and fewer of halves
 )
 
@@ -39,6 +47,27 @@ def spec_of(shape: int) -> KernelSpec:
     return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, attention_split(shape))
 
 
+@functools.cache
+def attention_backward(shape: int) -> Family:
+    """shape: of BACKWARD_SHAPES."""
+    return Family(
+        "attention/attention_backward_sm90.cuh",
+        "FX_FUSER_ATTENTION_BACKWARD",
+        "attention_backward",
+        "sm_90a",
+        sizes=(shape,),
+    )
+
+
+@functools.cache
+def backward_spec_of(shape: int) -> KernelSpec:
+    family = attention_backward(shape)
+    return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, family)
+
+
 def examples(arch: str) -> list[KernelSpec]:
     """What CI compiles for an architecture."""
-    return [spec_of(shape) for shape in range(len(SHAPES))] if arch == "sm_90a" else []
+    if arch != "sm_90a":
+        return []
+    forward = [spec_of(shape) for shape in range(len(SHAPES))]
+    return forward + [backward_spec_of(shape) for shape in range(len(BACKWARD_SHAPES))]

@@ -451,6 +451,10 @@ for _anchor in ANCHORS.values():
 # ---- what the shim takes for granted ----------------------------------------------------------
 
 
+def _shapes_text(shapes: Sequence[tuple[int, int, int]]) -> str:
+    return " ".join(f"{d}:{rows}x{tile}" for d, rows, tile in shapes)
+
+
 def contract() -> list[str]:
     """What kernels_cu/host/ assumes of Python, a fact a line; compared when it is loaded."""
     norm = ANCHORS["conv2d_batchnorm"]
@@ -464,7 +468,8 @@ def contract() -> list[str]:
         f"leaves {' '.join(leaves)}",
         f"tiles {' '.join(f'{m}x{n}' for m, n in TILES)}",
         f"combs {' '.join(map(_comb, range(len(COMB_TILES))))}",
-        f"attention {' '.join(f'{d}:{rows}x{keys}' for d, rows, keys in attention.SHAPES)}",
+        f"attention {_shapes_text(attention.SHAPES)}",
+        f"backward {_shapes_text(attention.BACKWARD_SHAPES)}",
     ]
 
 

@@ -51,10 +51,15 @@ struct AttentionRows {
   int64_t row_stride;
 };
 
+// Of a query: what the backward needs of the forward.
+struct AttentionOfQuery {
+  float lse;    // by log2(e); infinity beyond the last query, so that its weights are nothing
+  float delta;  // sum of out · dO
+};
+
 struct AttentionSplitArgs {
   // Of k and v as [2 * elements of 16 bits, keys, heads, batches]: TMA copies bits.
-  TensorMap k_map;
-  TensorMap v_map;
+  TensorMap tile_map[2];
   AttentionRows q;
   AttentionRows out;
   float* lse;   // [batch, head, query], or null
@@ -65,9 +70,9 @@ struct AttentionSplitArgs {
   int32_t heads;         // of a batch's queries
   int32_t heads_of_key;  // that share a head of keys
   int32_t all_heads;     // of all batches
-  int32_t query_blocks;
-  int32_t units;  // a block's queries of one head
-  int32_t group;  // heads whose units are taken before the next heads'
+  int32_t blocks;        // of a head's queries
+  int32_t units;         // a block's queries of one head
+  int32_t group;         // heads whose units are taken before the next heads'
   int32_t is_causal;
 };
 

@@ -10,30 +10,36 @@ namespace fx_fuser::attention_split {
 // Tiles in the order in which consumers want them: of each unit keys, values, the next keys.
 template <class L>
 struct Feed {
-  const AttentionSplitArgs& args;
+  const typename L::Args& args;
   int index = static_cast<int>(blockIdx.x);
   int tile = 0;
   bool of_values = false;
   // Of the unit; its divisions would take longer than half of a tile's work.
+  int first_tile = 0;
   int tiles = 0;
   int head = 0;
   int batch = 0;
 
-  __device__ __forceinline__ explicit Feed(const AttentionSplitArgs& given) : args(given) {
+  __device__ __forceinline__ explicit Feed(const typename L::Args& given) : args(given) {
     find_unit();
   }
   __device__ __forceinline__ bool has_tile() const { return index < args.units; }
+  // Some units have no tiles: keys that no causal query sees.
   __device__ __forceinline__ void find_unit() {
-    if (!has_tile()) return;
-    const Unit unit = unit_at<L>(args, index);
-    tiles = unit.tiles;
-    head = unit.head / args.heads_of_key;
-    batch = unit.batch;
+#pragma unroll 1
+    for (; has_tile(); index += static_cast<int>(gridDim.x)) {
+      const Unit unit = L::unit_at(args, index);
+      tile = first_tile = unit.first_tile;
+      tiles = unit.tiles;
+      head = unit.head_of_tiles;
+      batch = unit.batch;
+      if (tile < tiles) break;
+    }
   }
+  __device__ __forceinline__ bool is_first() const { return tile == first_tile; }
   __device__ __forceinline__ void next() {
     of_values = !of_values;
     if (of_values || ++tile < tiles) return;
-    tile = 0;
     index += static_cast<int>(gridDim.x);
     find_unit();
   }
@@ -42,8 +48,8 @@ struct Feed {
     ptx::mbarrier_arrive_expect_tx(arrived, sizeof(typename L::StagedTile));
 #pragma unroll 1  // few registers are left to this warp
     for (int box = 0; box < L::kD / kFloats; ++box) {
-      ptx::tensor_load(ptx::shared_address(to.box[box]), of_values ? args.v_map : args.k_map,
-                       arrived, ptx::kEvictNormal, 2 * box * kFloats, tile * L::kKeys, head, batch);
+      ptx::tensor_load(ptx::shared_address(to.box[box]), args.tile_map[of_values], arrived,
+                       ptx::kEvictNormal, 2 * box * kFloats, tile * L::kKeys, head, batch);
     }
   }
 };
@@ -160,17 +166,18 @@ __device__ __forceinline__ float largest_of_all(typename L::Shared& shared, floa
 }
 
 template <class L>
-__device__ __forceinline__ void feed_tiles(const AttentionSplitArgs& args,
-                                           typename L::Shared& shared, int thread) {
+__device__ __forceinline__ void feed_tiles(const typename L::Args& args, typename L::Shared& shared,
+                                           int thread) {
   Feed<L> feed(args);
   uint32_t firsts = 0;  // of the tiles that are staged, a bit each: is it the first of a unit?
   int count = 0;
   const auto bring_next = [&](int slot) {
     if (!feed.has_tile()) return;
     if (thread == 0) {
+      if constexpr (L::kHasColumns) shared.first_column[slot] = L::column_of(args, feed);
       feed.bring(shared.staged[slot], ptx::shared_address(&shared.arrived[slot]));
     }
-    firsts |= (feed.tile == 0 ? 1u : 0u) << count++;
+    firsts |= (feed.is_first() ? 1u : 0u) << count++;
     feed.next();
   };
 #pragma unroll 1
@@ -190,18 +197,27 @@ __device__ __forceinline__ void feed_tiles(const AttentionSplitArgs& args,
     firsts >>= 1;
     --count;
     ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
+    AttentionOfQuery column{};  // on its way while halves are made
+    if constexpr (L::kHasColumns) {
+      if (thread < L::kKeys && !of_values) {
+        column = args.of_queries[shared.first_column[staged] + thread];
+      }
+    }
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
     bool is_done = false;
 #pragma unroll 1
     while (!is_done) {
       const float mine =
           make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged], guess.scale, thread);
+      if constexpr (L::kHasColumns) {
+        if (thread < L::kKeys && !of_values) shared.column[pipeline.slot][thread] = column;
+      }
       const float largest = largest_of_all<L>(shared, mine, parity, thread);
       parity ^= 1;
-      is_done = guess.confirm(largest, of_values && !is_first);
+      is_done = guess.confirm(largest, L::kKeepsScale && of_values && !is_first);
     }
     if (thread == 0) {
-      shared.factor[pipeline.slot] = of_values ? guess.scale : Scale::unscale_of(guess.scale);
+      shared.factor[pipeline.slot] = L::factor_of(of_values, guess.scale);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot]));
     }
     bring_next(staged);

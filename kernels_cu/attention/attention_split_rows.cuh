@@ -32,68 +32,78 @@ struct Place {
     const int lane = thread % 32;
     return {consumer, thread / 32 * 16 + lane / 4, lane / 4, lane % 4};
   }
-  __device__ __forceinline__ int query(const Unit& unit, int r) const {
-    return unit.first_query + consumer * kAttentionRows + row + 8 * r;
+  // Of the head's.
+  __device__ __forceinline__ int row_of(const Unit& unit, int r) const {
+    return unit.first_row + consumer * kAttentionRows + row + 8 * r;
   }
 };
 
-__device__ __forceinline__ float* row_of(const AttentionRows& rows, const Unit& unit, int query) {
-  return rows.data + unit.batch * rows.batch_stride + unit.head * rows.head_stride +
-         query * rows.row_stride;
+__device__ __forceinline__ float* row_at(const AttentionRows& rows, int batch, int head, int row) {
+  return rows.data + batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride;
 }
 
-// As the first operand of products. A row has a power of two as scale.
-template <class L>
-struct QueryHalves {
-  uint32_t hi[L::kSteps][4];
-  uint32_t lo[L::kKeepsLo ? L::kSteps : 1][4];  // or in shared memory
-  float unscale[2];                             // with the logits' scale
+// Rows as the first operand of products: halves in registers, or in shared memory in lines as tiles
+// have them. A row has a power of two as scale.
+template <int kD, bool kKeepsHi, bool kKeepsLo>
+struct RowHalves {
+  static constexpr int kSteps = kD / kInstructionK;
+  static constexpr bool kHasHi = kKeepsHi;
+  static constexpr bool kHasLo = kKeepsLo;
+  uint32_t hi[kKeepsHi ? kSteps : 1][4];
+  uint32_t lo[kKeepsLo ? kSteps : 1][4];
+  float unscale[2];
 
-  __device__ __forceinline__ void load(const AttentionSplitArgs& args, typename L::Shared& shared,
-                                       const Unit& unit, const Place& place) {
-    float2 value[2][L::kD / 8];
+  // from: null where there is no row. hi_at, lo_at: of the warpgroup, for halves that are not kept.
+  __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place,
+                                       uint32_t hi_at, uint32_t lo_at) {
+    float2 value[2][kD / 8];
     float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int query = place.query(unit, r);
-      const float* from = row_of(args.q, unit, query) + 2 * place.c;
       float largest = 0;
 #pragma unroll
-      for (int i = 0; i < L::kD / 8; ++i) {
-        const bool reads = query < args.queries && 8 * i < args.d;
-        value[r][i] = reads ? *reinterpret_cast<const float2*>(from + 8 * i) : make_float2(0, 0);
+      for (int i = 0; i < kD / 8; ++i) {
+        const bool reads = from[r] != nullptr && 8 * i < d;
+        value[r][i] = reads ? *reinterpret_cast<const float2*>(from[r] + 2 * place.c + 8 * i)
+                            : make_float2(0, 0);
         largest = fmaxf(largest, fmaxf(fabsf(value[r][i].x), fabsf(value[r][i].y)));
       }
       const Scale of_row = Scale::of(largest_of_row(largest));
       scale[r] = of_row.scale;
-      unscale[r] = of_row.unscale * args.scale;
+      unscale[r] = of_row.unscale;
     }
-    uint32_t to = 0;
-    if constexpr (!L::kKeepsLo) to = ptx::shared_address(shared.query_lo[place.consumer]);
 #pragma unroll
-    for (int i = 0; i < L::kD / 8; ++i) {
+    for (int i = 0; i < kD / 8; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const SplitPair both = split(value[r][i].x * scale[r], value[r][i].y * scale[r]);
-        hi[i / 2][i % 2 * 2 + r] = both.hi;
-        if constexpr (L::kKeepsLo) {
+        const uint32_t line = i / 8 * kAttentionRows + place.row + 8 * r;
+        const uint32_t at = line * kSpan + (i % 8 ^ place.g) * 16 + place.c * 4;
+        if constexpr (kKeepsHi) {
+          hi[i / 2][i % 2 * 2 + r] = both.hi;
+        } else {
+          ptx::store_shared_word(hi_at + at, both.hi);
+        }
+        if constexpr (kKeepsLo) {
           lo[i / 2][i % 2 * 2 + r] = both.lo;
         } else {
-          const uint32_t line = i / 8 * kAttentionRows + place.row + 8 * r;
-          ptx::store_shared_word(to + line * kSpan + (i % 8 ^ place.g) * 16 + place.c * 4, both.lo);
+          ptx::store_shared_word(lo_at + at, both.lo);
         }
       }
     }
-    if constexpr (!L::kKeepsLo) {
-      ptx::fence_async_proxy();
-      ptx::barrier_sync<kWarpgroup>(kQueriesBarrier + place.consumer);
-    }
+  }
+  // What a warpgroup's threads have stored becomes their wgmma's.
+  static __device__ __forceinline__ void publish(const Place& place) {
+    ptx::fence_async_proxy();
+    ptx::barrier_sync<kWarpgroup>(kQueriesBarrier + place.consumer);
   }
 
   __device__ __forceinline__ void pin() {
+    if constexpr (kKeepsHi) {
 #pragma unroll
-    for (auto& step : hi) ptx::pin(step);
-    if constexpr (L::kKeepsLo) {
+      for (auto& step : hi) ptx::pin(step);
+    }
+    if constexpr (kKeepsLo) {
 #pragma unroll
       for (auto& step : lo) ptx::pin(step);
     }
@@ -106,6 +116,7 @@ template <class L>
 struct Weights {
   static constexpr int kSteps = L::kKeys / kInstructionK;
   static constexpr float kExponent = 15;
+  static constexpr float kUnscale = 0x1p-15f;
   uint32_t hi[kSteps][4];
   uint32_t lo[kSteps][4];
 
@@ -167,21 +178,31 @@ struct RowState {
   }
 };
 
-// Scores of keys that are none, or that a causal row does not see.
-template <class L>
-__device__ __forceinline__ void hide(const AttentionSplitArgs& args, const Unit& unit,
-                                     const Place& place, int first_key,
-                                     float (&score)[L::kScores]) {
+// Scores of columns that are none, or that a causal row does not see: from `end` on.
+template <int kScores>
+__device__ __forceinline__ void hide_from(const Place& place, const int (&end)[2],
+                                          float (&score)[kScores]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int seen = args.is_causal ? min(args.keys, place.query(unit, r) + 1) : args.keys;
-    const int left = seen - first_key - 2 * place.c;
+    const int left = end[r] - 2 * place.c;
 #pragma unroll
-    for (int i = 0; i < L::kScores; i += 4) {
+    for (int i = 0; i < kScores; i += 4) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         if (2 * i + t >= left) score[i + 2 * r + t] = minus_infinity();
       }
+    }
+  }
+}
+
+template <int kSums>
+__device__ __forceinline__ void store_row(float* row, int d, const Place& place, int r,
+                                          const float (&sum)[kSums], float factor) {
+#pragma unroll
+  for (int i = 0; i < kSums; i += 4) {
+    if (2 * i < d) {
+      *reinterpret_cast<float2*>(row + 2 * place.c + 2 * i) =
+          make_float2(sum[i + 2 * r] * factor, sum[i + 2 * r + 1] * factor);
     }
   }
 }
@@ -195,20 +216,18 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = sum_of_row(state.sum[r]);
-    const int query = place.query(unit, r);
+    const int query = place.row_of(unit, r);
     if (query >= args.queries) continue;
     const float factor = Scale::unscale_of(value_scale) / sum;
-    float* to = row_of(args.out, unit, query) + 2 * place.c;
-#pragma unroll
-    for (int i = 0; i < L::kSums; i += 4) {
-      if (2 * i < args.d) {
-        *reinterpret_cast<float2*>(to + 2 * i) =
-            make_float2(result[i + 2 * r] * factor, result[i + 2 * r + 1] * factor);
-      }
-    }
+    float* to = row_at(args.out, unit.batch, unit.head, query);
+    store_row(to, args.d, place, r, result, factor);
     if (args.lse != nullptr && place.c == 0) {
       const int64_t row = int64_t{unit.batch * args.heads + unit.head} * args.queries + query;
-      args.lse[row] = (state.largest[r] - Weights<L>::kExponent + log2f(sum)) * kLn2;
+      // Both numbers small, as the backward takes weights anew from this alone; what the offset of
+      // `take` lost is in the sum.
+      const float offset = state.largest[r] - Weights<L>::kExponent;
+      const float logarithm = log2f(sum * Weights<L>::kUnscale);
+      args.lse[row] = (offset + Weights<L>::kExponent + logarithm) * kLn2;
     }
   }
 }

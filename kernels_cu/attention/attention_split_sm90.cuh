@@ -18,75 +18,9 @@
 #pragma once
 
 #include "attention/attention_split_feed_sm90.cuh"
-#include "attention/attention_split_rows.cuh"
-#include "common/wgmma_sm90.cuh"
+#include "attention/attention_split_products_sm90.cuh"
 
 namespace fx_fuser::attention_split {
-
-using Product = ptx::WgmmaOfRegisters<__half>;
-
-// ---- products -----------------------------------------------------------------------------------
-
-// score = q kᵀ, in the scales of both.
-template <class L>
-__device__ __forceinline__ void issue_scores(float (&score)[L::kScores],
-                                             const QueryHalves<L>& query,
-                                             const typename L::Tile& tile,
-                                             const typename L::Shared& shared, int consumer) {
-  constexpr int kStep = kInstructionK * 2 / 16;  // in the unit of descriptors, 16 bytes
-  constexpr int kOfSpan = kHalves / kInstructionK;
-  constexpr int kSpanStep = L::kKeys * kSpan / 16;
-  constexpr int kQuerySpanStep = kAttentionRows * kSpan / 16;
-  const auto descriptor = [](const void* at) {
-    return ptx::matrix_descriptor(ptx::uniform(ptx::shared_address(at)));
-  };
-  const uint64_t key_hi = descriptor(tile.part[0]);
-  const uint64_t key_lo = descriptor(tile.part[1]);
-#pragma unroll
-  for (int i = 0; i < L::kSteps; ++i) {
-    const int at = i / kOfSpan * kSpanStep + i % kOfSpan * kStep;
-    Product::run(score, query.hi[i], key_lo + at, i > 0);
-  }
-#pragma unroll
-  for (int i = 0; i < L::kSteps; ++i) {
-    const int at = i / kOfSpan * kSpanStep + i % kOfSpan * kStep;
-    if constexpr (L::kKeepsLo) {
-      Product::run(score, query.lo[i], key_hi + at, true);
-    } else {
-      const uint64_t lo = descriptor(shared.query_lo[consumer]);
-      ptx::Wgmma<__half>::run(score, lo + i / kOfSpan * kQuerySpanStep + i % kOfSpan * kStep,
-                              key_hi + at, true);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < L::kSteps; ++i) {
-    const int at = i / kOfSpan * kSpanStep + i % kOfSpan * kStep;
-    Product::run(score, query.hi[i], key_hi + at, true);
-  }
-}
-
-// product = p v of one tile of keys.
-template <class L>
-__device__ __forceinline__ void issue_results(float (&product)[L::kSums], const Weights<L>& weights,
-                                              const typename L::Tile& tile) {
-  constexpr int kStep = kInstructionK * kSpan / 16;
-  constexpr int kNextSpan = L::kKeys * kSpan;
-  const auto descriptor = [](const void* at) {
-    return ptx::transposed_descriptor(ptx::uniform(ptx::shared_address(at)), kNextSpan);
-  };
-  const uint64_t value_hi = descriptor(tile.part[0]);
-  const uint64_t value_lo = descriptor(tile.part[1]);
-  constexpr int kSteps = Weights<L>::kSteps;
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    Product::run_transposed(product, weights.hi[i], value_lo + i * kStep, i > 0);
-    Product::run_transposed(product, weights.lo[i], value_hi + i * kStep, true);
-  }
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    Product::run_transposed(product, weights.hi[i], value_hi + i * kStep, true);
-  }
-}
 
 // ---- consumers ----------------------------------------------------------------------------------
 
@@ -118,15 +52,26 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run(const Unit& unit) {
-    QueryHalves<L> query;
-    query.load(args, shared, unit, place);
+    RowHalves<L::kD, true, L::kKeepsLo> query;
+    const void* query_lo = nullptr;
+    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[place.consumer];
+    const float* from[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = place.row_of(unit, r);
+      from[r] = row < args.queries ? row_at(args.q, unit.batch, unit.head, row) : nullptr;
+    }
+    query.load(from, args.d, place, 0, L::kKeepsLo ? 0 : ptx::shared_address(query_lo));
+    if constexpr (!L::kKeepsLo) query.publish(place);
+#pragma unroll
+    for (float& one : query.unscale) one *= args.scale;
     RowState state;
     state.clear();
     float value_scale = 1;
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
-    const int first_query = unit.first_query + place.consumer * kAttentionRows;
+    const int first_query = unit.first_row + place.consumer * kAttentionRows;
 #pragma unroll 1
     for (int tile = 0; tile < unit.tiles; ++tile) {
       float score[L::kScores];
@@ -142,7 +87,7 @@ struct Consumer {
       query.pin();
       turns.take();
       ptx::wgmma_fence();
-      issue_scores<L>(score, query, shared.tile[pipeline.slot], shared, place.consumer);
+      issue_scores(score, query, nullptr, query_lo, shared.tile[pipeline.slot]);
       ptx::wgmma_commit();
       turns.pass();
       ptx::wgmma_wait<0>();
@@ -151,7 +96,15 @@ struct Consumer {
 
       const int first_key = tile * L::kKeys;
       const int seen = args.is_causal ? min(args.keys, first_query + 1) : args.keys;
-      if (first_key + L::kKeys > seen) hide<L>(args, unit, place, first_key, score);
+      if (first_key + L::kKeys > seen) {
+        int end[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = place.row_of(unit, r);
+          end[r] = (args.is_causal ? min(args.keys, row + 1) : args.keys) - first_key;
+        }
+        hide_from(place, end, score);
+      }
       Weights<L> weights;
       state.template take<L>(score, unscale, weights);
 
@@ -187,16 +140,7 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
 
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[slot]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[slot]), 4 /*warps*/ * L::kConsumers);
-    }
-    for (int slot = 0; slot < L::kStaged; ++slot) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.arrived[slot]), 1);
-    }
-    ptx::fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) L::begin(shared);
   __syncthreads();
 
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
@@ -210,7 +154,7 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
     consumer.turns.begin();
     for (int index = static_cast<int>(blockIdx.x); index < args.units;
          index += static_cast<int>(gridDim.x)) {
-      consumer.run(unit_at<L>(args, index));
+      consumer.run(L::unit_at(args, index));
     }
     consumer.turns.end();
   }

@@ -8,6 +8,7 @@
 
 #include "attention/attention_split_args.h"
 #include "common/ptx_sm90.cuh"
+#include "common/split_sm90.cuh"
 
 namespace fx_fuser::attention_split {
 
@@ -22,9 +23,10 @@ constexpr int kTurnBarrier = 1;     // and those of the further consumers
 constexpr int kQueriesBarrier = 4;  // likewise
 constexpr int kProducerBarrier = 7;
 
-template <int kShape>
-struct Layout {
-  static constexpr AttentionShape kIs = kAttentionShapes[kShape];
+// Of, has kIs, an AttentionShape: what forward and backward have alike.
+template <class Of>
+struct Tiles {
+  static constexpr AttentionShape kIs = Of::kIs;
   static constexpr int kD = kIs.d;
   static constexpr int kKeys = kIs.keys;
   static constexpr int kConsumers = kIs.consumers;
@@ -32,11 +34,10 @@ struct Layout {
   static constexpr int kProducerThreads = kProducers * kWarpgroup;
   static constexpr int kStaged = kIs.staged;
   static constexpr int kSlots = kIs.slots;
-  static constexpr bool kKeepsLo = kIs.keeps_lo();
   static constexpr int kSums = kD / 2;       // of a thread: its rows' results
   static constexpr int kScores = kKeys / 2;  // of a thread and tile
-  static constexpr int kSteps = kD / kInstructionK;
   static constexpr int kSpans = kD / kHalves;
+  static constexpr int kRows = kIs.rows();  // of a block
   // Of a thread: what a block is launched with, divided anew.
   static constexpr int kLaunchRegisters = 64 * 1024 / kIs.threads() / 8 * 8;
   static constexpr int kConsumerRegisters = kIs.registers;
@@ -54,11 +55,11 @@ struct Layout {
   struct StagedTile {
     float box[kD / kFloats][kKeys][kFloats];
   };
-  struct LoOfQueries {
-    __half query_lo[kConsumers][kSpans][kAttentionRows][kHalves];
+  // Halves of a block's rows, hi or lo, in such lines.
+  struct Rows {
+    __half of[kConsumers][kSpans][kAttentionRows][kHalves];
   };
-  struct Nothing {};
-  struct Shared : std::conditional_t<kKeepsLo, Nothing, LoOfQueries> {
+  struct Pipeline {
     Tile tile[kSlots];
     StagedTile staged[kStaged];
     uint64_t full[kSlots];
@@ -68,7 +69,7 @@ struct Layout {
     uint32_t largest[2][4 * kProducers];  // of a producer's warp
   };
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
-  static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Shared) == kIs.shared_bytes());
+  static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Rows) % 1024 == 0);
 
   struct PipelineState {
     int slot = 0;
@@ -81,31 +82,79 @@ struct Layout {
       }
     }
   };
+
+  // By one thread, ahead of __syncthreads.
+  template <class Shared>
+  static __device__ __forceinline__ void begin(Shared& shared) {
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[slot]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[slot]), 4 /*warps*/ * kConsumers);
+    }
+    for (int slot = 0; slot < kStaged; ++slot) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.arrived[slot]), 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
 };
 
-// Queries of one head, whose keys are read.
+// Rows of one head, beside which tiles are read.
 struct Unit {
   int batch;
-  int head;
-  int first_query;
-  int tiles;
+  int head;  // of queries
+  int block;
+  int first_row;
+  int head_of_tiles;
+  int first_tile;
+  int tiles;  // the end of them
 };
 
-// The longest units of a group of heads come first. What heads of a group read is in the L2 cache
+// The first blocks of a group of heads' come first. What heads of a group read is in the L2 cache
 // while they are under way.
-template <class L>
-__device__ __forceinline__ Unit unit_at(const AttentionSplitArgs& args, int index) {
-  const int group = index / (args.group * args.query_blocks);
-  const int inside = index - group * args.group * args.query_blocks;
+template <class Args>
+__device__ __forceinline__ Unit place_at(const Args& args, int index) {
+  const int group = index / (args.group * args.blocks);
+  const int inside = index - group * args.group * args.blocks;
   const int width = min(args.group, args.all_heads - group * args.group);
-  const int block = args.query_blocks - 1 - inside / width;
   const int head = group * args.group + inside % width;
   const int batch = head / args.heads;
-  const int first_query = block * L::kConsumers * kAttentionRows;
-  const int seen =
-      args.is_causal ? min(args.keys, first_query + L::kConsumers * kAttentionRows) : args.keys;
-  return {batch, head - batch * args.heads, first_query, (seen + L::kKeys - 1) / L::kKeys};
+  return {batch, head - batch * args.heads, inside / width, 0, 0, 0, 0};
 }
+
+template <int kShape>
+struct ForwardShape {
+  static constexpr AttentionShape kIs = kAttentionShapes[kShape];
+};
+
+template <int kShape>
+struct Layout : Tiles<ForwardShape<kShape>> {
+  using Base = Tiles<ForwardShape<kShape>>;
+  using Args = AttentionSplitArgs;
+  static constexpr bool kKeepsLo = Base::kIs.keeps_lo();
+  static constexpr bool kHasColumns = false;
+
+  struct LoOfQueries {
+    typename Base::Rows query_lo;
+  };
+  struct Nothing {};
+  struct Shared : std::conditional_t<kKeepsLo, Nothing, LoOfQueries>, Base::Pipeline {};
+  static_assert(sizeof(Shared) == Base::kIs.shared_bytes());
+
+  // The longest units come first.
+  static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {
+    Unit unit = place_at(args, index);
+    unit.block = args.blocks - 1 - unit.block;
+    unit.first_row = unit.block * Base::kRows;
+    unit.head_of_tiles = unit.head / args.heads_of_key;
+    const int seen = args.is_causal ? min(args.keys, unit.first_row + Base::kRows) : args.keys;
+    unit.tiles = (seen + Base::kKeys - 1) / Base::kKeys;
+    return unit;
+  }
+  // Sums of earlier tiles of values have their scale, so that it does not grow.
+  static constexpr bool kKeepsScale = true;
+  static __device__ __forceinline__ float factor_of(bool of_values, float scale) {
+    return of_values ? scale : Scale::unscale_of(scale);
+  }
+};
 
 // The consumers issue in turn, the first one first: of one softmax the others' products fill the
 // time.

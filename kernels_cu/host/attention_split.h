@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "attention/attention_split_args.h"
 #include "host/linear_split.h"
@@ -65,14 +67,18 @@ TensorMap map_of_heads(const Tensor& tensor, const AttentionShape& shape) {
                        {kSpanElements, static_cast<uint32_t>(shape.keys), 1, 1});
 }
 
-void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                     const std::optional<Tensor>& lse) {
-  for (const auto& [tensor, name] : {std::pair(&q, "q"), {&k, "k"}, {&v, "v"}, {&out, "out"}}) {
+void check_heads(std::initializer_list<std::pair<const Tensor*, const char*>> tensors) {
+  for (const auto& [tensor, name] : tensors) {
     require_cuda(*tensor, name);
     STD_TORCH_CHECK(tensor->dim() == 4 && tensor->scalar_type() == ScalarType::Float,
                     "fx_fuser: ", name,
                     " of attention is not [batch, head, row, element] of float32");
   }
+}
+
+void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                     const std::optional<Tensor>& lse) {
+  check_heads({{&q, "q"}, {&k, "k"}, {&v, "v"}, {&out, "out"}});
   const bool fits = k.size(0) == q.size(0) && k.size(3) == q.size(3) && k.size(1) > 0 &&
                     q.size(1) % k.size(1) == 0;
   STD_TORCH_CHECK(fits && v.sizes().equals(k.sizes()) && out.sizes().equals(q.sizes()),
@@ -112,8 +118,8 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
 
   const OnDevice on_device(out.get_device_index());
   AttentionSplitArgs args{};
-  args.k_map = map_of_heads(k, shape);
-  args.v_map = map_of_heads(v, shape);
+  args.tile_map[0] = map_of_heads(k, shape);
+  args.tile_map[1] = map_of_heads(v, shape);
   args.q = rows_of(q);
   args.out = rows_of(out);
   args.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
@@ -125,7 +131,7 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
   args.heads = static_cast<int32_t>(q.size(1));
   args.heads_of_key = static_cast<int32_t>(q.size(1) / k.size(1));
   args.all_heads = static_cast<int32_t>(all_heads);
-  args.query_blocks = static_cast<int32_t>(blocks);
+  args.blocks = static_cast<int32_t>(blocks);
   args.units = static_cast<int32_t>(all_heads * blocks);
   args.group = static_cast<int32_t>(std::min(all_heads, near_heads(k, args.heads_of_key)));
   args.is_causal = is_causal ? 1 : 0;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/attention_split_args.h"
+#include "attention/attention_backward_args.h"
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
@@ -32,13 +32,19 @@ std::vector<std::string> contract() {
     attention += " " + std::to_string(shape.d) + ":" + std::to_string(shape.rows()) + "x" +
                  std::to_string(shape.keys);
   }
+  std::string backward = "backward";
+  for (const AttentionBackwardShape& shape : kAttentionBackwardShapes) {
+    backward += " " + std::to_string(shape.tiles.d) + ":" + std::to_string(shape.tiles.rows()) +
+                "x" + std::to_string(shape.tiles.keys);
+  }
   return {"limit tensors " + std::to_string(kMaxInputs),
           "limit numbers " + std::to_string(kMaxScalars),
           "limit shared " + std::to_string(kStemShared),
           leaves + " " + kNormNumber,
           tiles,
           combs,
-          attention};
+          attention,
+          backward};
 }
 
 }  // namespace

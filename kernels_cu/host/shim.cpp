@@ -3,6 +3,7 @@
 // Built on the LibTorch stable ABI at version 2.11 and linked with nothing of CUDA's, so that a
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
 // host/device.h) and into every CUDA torch from 2.11 on. The driver is given to it by `use_driver`.
+#include "host/attention_backward.h"
 #include "host/attention_split.h"
 #include "host/batch_stats.h"
 #include "host/contract.h"

@@ -1,0 +1,74 @@
+// What the host tells the backward of attention by fp16 halves (attention_backward_sm90.cuh), and
+// how a block's shared memory is divided.
+#pragma once
+
+#include "attention/attention_split_args.h"
+
+namespace fx_fuser {
+
+// A block has rows, as halves that stay, and pairs of tiles that pass: for dq queries and their dO
+// stay, keys and values pass; for dk and dv it is the other way round.
+struct AttentionBackwardShape {
+  AttentionShape tiles;
+  bool apart;  // dv has a pass of its own
+
+  // Where registers are too few, hi of dO or v is in shared memory, as lo of all rows is.
+  constexpr bool keeps_second() const { return tiles.d <= 64; }
+  constexpr int shared_bytes() const {
+    const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second() ? 2 : 3);
+    const int words = tiles.slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + tiles.staged * 8 +
+                      2 * 4 * 4 * tiles.producers /*largest*/;
+    const int columns = (words + 15) / 16 * 16 +
+                        (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
+                        (tiles.slots * tiles.keys + tiles.rows()) * 8;
+    return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns;
+  }
+};
+
+constexpr AttentionBackwardShape kAttentionBackwardShapes[] = {
+    {{64, 64, 2, 1, 4, 6, 216}, false},
+    {{128, 64, 2, 1, 1, 3, 216}, true},
+    {{128, 64, 2, 1, 2, 2, 216}, true},
+};
+constexpr int kAttentionBackwardShapeCount =
+    sizeof(kAttentionBackwardShapes) / sizeof(kAttentionBackwardShapes[0]);
+
+constexpr int kAttentionDeltaWarps = 8;       // of a block, which take a query each
+constexpr int kAttentionQueriesPadded = 128;  // a head's have room for a multiple of so many
+
+struct AttentionDeltaArgs {
+  AttentionRows out;
+  AttentionRows d_out;
+  const float* lse;
+  AttentionOfQuery* of_queries;  // [head of all batches, padded]
+  int64_t count;                 // of that
+  int32_t queries;
+  int32_t padded;
+  int32_t heads;
+  int32_t d;
+};
+
+struct AttentionBackwardArgs {
+  // Of k and v, or q and dO, as AttentionSplitArgs'.
+  TensorMap tile_map[2];
+  AttentionRows rows[2];   // q and dO, or k and v
+  AttentionRows d_values;  // dv of each query head, or nothing
+  AttentionRows d_rows;    // dq, or dk of each query head, or nothing
+  const AttentionOfQuery* of_queries;
+  float log_scale;  // of the logits, by log2(e)
+  float scale;
+  int32_t d;
+  int32_t row_count;
+  int32_t column_count;    // rows of tiles
+  int32_t padded;          // as AttentionDeltaArgs'
+  int32_t heads;           // of a batch's queries
+  int32_t heads_of_rows;   // query heads that share a head of rows
+  int32_t heads_of_tiles;  // likewise
+  int32_t all_heads;
+  int32_t blocks;  // as AttentionSplitArgs'
+  int32_t units;
+  int32_t group;
+  int32_t is_causal;
+};
+
+}  // namespace fx_fuser

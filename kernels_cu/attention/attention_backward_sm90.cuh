@@ -1,0 +1,439 @@
+// dq, dk and dv of out = softmax(scale · q kᵀ) v in fp32, by fp16 halves, for sm_90a.
+//
+//   S = scale · q kᵀ   P = exp(S - lse)   D = dO vᵀ   G = P ∘ (D - delta)   delta = sum(out ∘ dO)
+//   dv = Pᵀ dO         dq = scale · G k   dk = scale · Gᵀ q
+//
+// Halves, scales and feed are the forward's (attention_split_sm90.cuh). Rows stay with a warpgroup,
+// queries or keys, and their gradient is summed in its registers, while tiles of the others pass:
+// so S and D, or their transposes, come out of the tensor core as P and G go into it, in registers,
+// nothing is added up in memory, and results are the same bits each time. The price is that S and D
+// are made once for dq and once more for dk and dv. At D = 128 registers hold one sum beside its
+// product, so that dv has a pass of its own, and S is made three times.
+//
+// Of G each row has, in each tile, the scale of its largest. Products of each tile begin at zero,
+// and fp32 sums take them, with all scales undone.
+//
+//   FX_FUSER_ATTENTION_BACKWARD(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
+//                               /*Out*/ float, /*q, k, v*/ float)
+#pragma once
+
+#include "attention/attention_backward_tiles_sm90.cuh"
+#include "attention/attention_split_feed_sm90.cuh"
+#include "attention/attention_split_products_sm90.cuh"
+
+namespace fx_fuser::attention_backward {
+
+using namespace attention_split;
+
+// ---- of each query ------------------------------------------------------------------------------
+
+// Also of queries beyond the last one, which are none.
+__device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t index = int64_t{blockIdx.x} * kAttentionDeltaWarps + threadIdx.x / 32;
+  if (index >= args.count) return;
+  const int head = static_cast<int>(index / args.padded);
+  const int query = static_cast<int>(index - int64_t{head} * args.padded);
+  const bool is_there = query < args.queries;
+  float sum = 0;
+  if (is_there && 4 * lane < args.d) {
+    const int batch = head / args.heads;
+    const auto load = [&](const AttentionRows& rows) {
+      const float* from = row_at(rows, batch, head - batch * args.heads, query);
+      return *reinterpret_cast<const float4*>(from + 4 * lane);
+    };
+    const float4 a = load(args.out);
+    const float4 b = load(args.d_out);
+    sum = a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w);
+  }
+#pragma unroll
+  for (int with = 16; with > 0; with /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, with);
+  if (lane != 0) return;
+  constexpr float kLog2OfE = 1.44269504088896341f;
+  const float lse =
+      is_there ? args.lse[int64_t{head} * args.queries + query] * kLog2OfE : -minus_infinity();
+  args.of_queries[index] = {lse, sum};
+}
+
+// ---- of each score ------------------------------------------------------------------------------
+
+// P and G, for a warpgroup's rows and a tile.
+template <class L>
+struct Scores {
+  float score[L::kScores];
+  float other[L::kMakesRows ? L::kScores : 1];  // D, then G
+  float score_unscale[2];
+  float other_unscale[2];
+
+  // Causal keys see queries from their own on.
+  __device__ __forceinline__ void hide_below(const Place& place, const int (&first)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int left = first[r] - 2 * place.c;
+#pragma unroll
+      for (int i = 0; i < L::kScores; i += 4) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (2 * i + t < left) score[i + 2 * r + t] = minus_infinity();
+        }
+      }
+    }
+  }
+
+  // query_of(i): of the eight columns from 2i on.
+  template <class QueryOf>
+  __device__ __forceinline__ void make(const QueryOf& query_of, Weights<L>& weights,
+                                       float (&largest)[2]) {
+#pragma unroll
+    for (int i = 0; i < L::kScores; i += 4) {
+      const auto of_queries = query_of(i);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float weight[2];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const int at = i + 2 * r + t;
+          const AttentionOfQuery query = of_queries.at(r, t);
+          weight[t] = ptx::exp2(fmaf(score[at], score_unscale[r], -query.lse));
+          if constexpr (L::kMakesRows) {
+            other[at] = weight[t] * fmaf(other[at], other_unscale[r], -query.delta);
+            largest[r] = fmaxf(largest[r], fabsf(other[at]));
+          }
+        }
+        if constexpr (L::kMakesValues) {
+          // Not in the exponent, whose fraction it would take.
+          constexpr float kScale = 1 / Weights<L>::kUnscale;
+          const SplitPair both = split(weight[0] * kScale, weight[1] * kScale);
+          weights.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
+          weights.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
+        }
+      }
+    }
+  }
+
+  // G as halves; what undoes its scale.
+  __device__ __forceinline__ void halve(const float (&largest)[2], Weights<L>& gradient,
+                                        float (&unscale)[2]) {
+    float scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Scale of_row = Scale::of(largest_of_row(largest[r]));
+      scale[r] = of_row.scale;
+      unscale[r] = of_row.unscale;
+    }
+#pragma unroll
+    for (int i = 0; i < L::kScores; i += 4) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int at = i + 2 * r;
+        const SplitPair both = split(other[at] * scale[r], other[at + 1] * scale[r]);
+        gradient.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
+        gradient.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
+      }
+    }
+  }
+};
+
+// Rows are queries: the same of all columns.
+struct QueriesOfRows {
+  AttentionOfQuery of_row[2];
+  __device__ __forceinline__ AttentionOfQuery at(int r, int /*t*/) const { return of_row[r]; }
+};
+// Columns are: this thread's two of eight.
+struct QueriesOfColumns {
+  float4 both;
+  __device__ __forceinline__ AttentionOfQuery at(int /*r*/, int t) const {
+    return t == 0 ? AttentionOfQuery{both.x, both.y} : AttentionOfQuery{both.z, both.w};
+  }
+};
+
+// ---- consumers ----------------------------------------------------------------------------------
+
+template <class L>
+struct Consumer {
+  using State = typename L::PipelineState;
+  const AttentionBackwardArgs& args;
+  typename L::Shared& shared;
+  int number;  // of the block's
+  Turns<L::kConsumers> turns;
+  State pipeline;
+  RowHalves<L::kD, true, false> first;              // q or k
+  RowHalves<L::kD, L::kKeepsSecond, false> second;  // dO or v
+
+  // Found anew each time, so that no register holds it meanwhile.
+  static __device__ __forceinline__ Place place_here() {
+    const int thread = static_cast<int>(ptx::thread_index());
+    return Place::of(thread / kWarpgroup, thread % kWarpgroup);
+  }
+  __device__ __forceinline__ void wait(const State& at) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.slot]), at.phase);
+  }
+  __device__ __forceinline__ void release(const State& at) const {
+    __syncwarp();  // all lanes have read what lies beside the tile: its factor, its queries
+    if (threadIdx.x % 32 == 0) {
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot]));
+    }
+  }
+  __device__ __forceinline__ const void* second_hi() const {
+    if constexpr (!L::kKeepsSecond) return shared.second_hi.of[number];
+    return nullptr;
+  }
+
+  __device__ __forceinline__ void load(const Unit& unit) {
+    const Place place = place_here();
+    const int head = unit.head / args.heads_of_rows;
+    const auto load_one = [&](auto& halves, const AttentionRows& rows, const void* hi,
+                              const void* lo) {
+      const float* from[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = place.row_of(unit, r);
+        from[r] = row < args.row_count ? row_at(rows, unit.batch, head, row) : nullptr;
+      }
+      const uint32_t hi_at = hi == nullptr ? 0 : ptx::shared_address(hi);
+      halves.load(from, args.d, place, hi_at, ptx::shared_address(lo));
+    };
+    load_one(first, args.rows[0], nullptr, shared.first_lo.of[number]);
+    if constexpr (L::kMakesRows) {
+      load_one(second, args.rows[1], second_hi(), shared.second_lo.of[number]);
+    }
+    // To shared memory, since only each tile needs them, and registers are few.
+    if (place.c == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        shared.unscale[number][place.row + 8 * r] =
+            make_float2(first.unscale[r], L::kMakesRows ? second.unscale[r] : 0);
+      }
+    }
+    if constexpr (!L::kHasColumns) {
+      const int64_t of_head = int64_t{unit.batch * args.heads + unit.head} * args.padded;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const AttentionOfQuery query = args.of_queries[of_head + place.row_of(unit, r)];
+        if (place.c == 0) shared.column[place.consumer][place.row + 8 * r] = query;
+      }
+    }
+    first.publish(place);
+  }
+
+  // S of the first tile, and D of the second.
+  __device__ __forceinline__ void multiply_rows(const State& of_first, const State& of_second,
+                                                Scores<L>& scores) {
+    wait(of_first);
+    if constexpr (L::kMakesRows) wait(of_second);
+    // Pinned, else ptxas moves what made them between the products, and serialises those.
+    ptx::pin(scores.score);
+    first.pin();
+    if constexpr (L::kMakesRows) {
+      ptx::pin(scores.other);
+      second.pin();
+    }
+    turns.take();
+    ptx::wgmma_fence();
+    issue_scores(scores.score, first, nullptr, shared.first_lo.of[number],
+                 shared.tile[of_first.slot]);
+    if constexpr (L::kMakesRows) {
+      issue_scores(scores.other, second, second_hi(), shared.second_lo.of[number],
+                   shared.tile[of_second.slot]);
+    }
+    ptx::wgmma_commit();
+    turns.pass();
+    ptx::wgmma_wait<0>();
+    ptx::pin(scores.score);
+    if constexpr (L::kMakesRows) ptx::pin(scores.other);
+  }
+
+  __device__ __forceinline__ void hide(const Unit& unit, int tile, Scores<L>& scores) const {
+    const int first_column = tile * L::kKeys;
+    const int first_row = unit.first_row + number * kAttentionRows;
+    const Place place = place_here();
+    int edge[2];
+    if constexpr (L::kHasColumns) {
+      if (!args.is_causal || first_column >= first_row + kAttentionRows) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) edge[r] = place.row_of(unit, r) - first_column;
+      scores.hide_below(place, edge);
+    } else {
+      const int seen = args.is_causal ? min(args.column_count, first_row + 1) : args.column_count;
+      if (first_column + L::kKeys <= seen) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = place.row_of(unit, r);
+        edge[r] =
+            (args.is_causal ? min(args.column_count, row + 1) : args.column_count) - first_column;
+      }
+      hide_from(place, edge, scores.score);
+    }
+  }
+
+  __device__ __forceinline__ void weigh(const State& of_first, float second_factor,
+                                        Scores<L>& scores, Weights<L>& weights,
+                                        Weights<L>& gradient, float (&unscale)[2]) const {
+    float largest[2] = {0, 0};
+    const Place place = place_here();
+    const uint32_t unscale_at = ptx::shared_address(&shared.unscale[place.consumer][place.row]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t at = unscale_at + 8 * r * sizeof(float2);
+      const float of_tile = shared.factor[of_first.slot] * args.log_scale;
+      // Where it is nothing at all, a hidden score must stay an infinity.
+      scores.score_unscale[r] = fmaxf(ptx::load_shared_word(at) * of_tile, 0x1p-126f);
+      if constexpr (L::kMakesRows) {
+        scores.other_unscale[r] = ptx::load_shared_word(at + 4) * second_factor;
+      }
+    }
+    if constexpr (L::kHasColumns) {
+      const uint32_t at = ptx::shared_address(shared.column[of_first.slot]) +
+                          2 * place.c * uint32_t{sizeof(AttentionOfQuery)};
+      scores.make(
+          [&](int i) {
+            return QueriesOfColumns{ptx::load_shared(at + 2 * i * sizeof(AttentionOfQuery))};
+          },
+          weights, largest);
+    } else {
+      const uint32_t at = ptx::shared_address(&shared.column[place.consumer][place.row]);
+      QueriesOfRows of_rows;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t of_row = at + 8 * r * sizeof(AttentionOfQuery);
+        of_rows.of_row[r] = {ptx::load_shared_word(of_row), ptx::load_shared_word(of_row + 4)};
+      }
+      scores.make([&](int) { return of_rows; }, weights, largest);
+    }
+    if constexpr (L::kMakesRows) scores.halve(largest, gradient, unscale);
+  }
+
+  // sum += weights · tile, with its scale undone, and those of rows.
+  __device__ __forceinline__ void add_product(float (&sum)[L::kSums], Weights<L>& weights,
+                                              const State& at, float left, float right) {
+    const float of_tile = shared.factor[at.slot];
+    const float unscale[2] = {left * of_tile, right * of_tile};
+    float product[L::kSums];
+    ptx::pin(product);
+    weights.pin();
+    turns.take();
+    ptx::wgmma_fence();
+    issue_results<L>(product, weights, shared.tile[at.slot]);
+    ptx::wgmma_commit();
+    turns.pass();
+    ptx::wgmma_wait<0>();
+    ptx::pin(product);
+    release(at);
+#pragma unroll
+    for (int i = 0; i < L::kSums; ++i) sum[i] = fmaf(product[i], unscale[i / 2 % 2], sum[i]);
+  }
+
+  __device__ __forceinline__ void run(int index) {
+    const Unit unit = L::unit_at(args, index);
+    load(unit);
+    float d_values[L::kMakesValues ? L::kSums : 1];
+    float d_rows[L::kMakesRows ? L::kSums : 1];
+#pragma unroll
+    for (float& one : d_values) one = 0;
+#pragma unroll
+    for (float& one : d_rows) one = 0;
+#pragma unroll 1
+    for (int tile = unit.first_tile; tile < unit.tiles; ++tile) {
+      const State of_first = pipeline;  // keys for q, queries for k
+      pipeline.advance();
+      const State of_second = pipeline;  // values for dO, dO for v
+      pipeline.advance();
+      Scores<L> scores;
+      multiply_rows(of_first, of_second, scores);
+      const float second_factor = L::kMakesRows ? shared.factor[of_second.slot] : 0;
+      if constexpr (!L::kMakesValues) release(of_second);
+      hide(unit, tile, scores);
+      Weights<L> weights;
+      Weights<L> gradient;
+      float unscale[2];
+      weigh(of_first, second_factor, scores, weights, gradient, unscale);
+      if constexpr (!L::kMakesRows) {
+        release(of_first);
+        wait(of_second);
+      }
+      if constexpr (L::kMakesValues) {
+        constexpr float kUnscale = Weights<L>::kUnscale;
+        add_product(d_values, weights, of_second, kUnscale, kUnscale);
+      }
+      if constexpr (L::kMakesRows) {
+        add_product(d_rows, gradient, of_first, unscale[0], unscale[1]);
+      }
+    }
+    // Found anew, so that no register holds it meanwhile.
+    store(L::unit_at(args, ptx::opaque(index)), d_values, d_rows);
+  }
+
+  template <int kValues, int kRows>
+  __device__ __forceinline__ void store(const Unit& unit, const float (&d_values)[kValues],
+                                        const float (&d_rows)[kRows]) const {
+    const Place place = place_here();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = place.row_of(unit, r);
+      if (row >= args.row_count) continue;
+      const auto to = [&](const AttentionRows& rows) {
+        return row_at(rows, unit.batch, unit.head, row);
+      };
+      if constexpr (L::kMakesValues) store_row(to(args.d_values), args.d, place, r, d_values, 1);
+      if constexpr (L::kMakesRows) {
+        store_row(to(args.d_rows), args.d, place, r, d_rows, args.scale);
+      }
+    }
+  }
+};
+
+// ---- the kernels --------------------------------------------------------------------------------
+
+template <int kShape, Pass kPass>
+__device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
+  using L = Layout<kShape, kPass>;
+  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
+  if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
+  if (threadIdx.x == 0) L::begin(shared);
+  __syncthreads();
+
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (warpgroup >= L::kConsumers) {
+    ptx::give_registers<L::kProducerRegisters>();
+    feed_tiles<L>(args, shared, static_cast<int>(threadIdx.x) - L::kConsumers * kWarpgroup);
+  } else {
+    ptx::take_registers<L::kConsumerRegisters>();
+    Consumer<L> consumer{args, shared, warpgroup, {warpgroup}, {}, {}, {}};
+    consumer.turns.begin();
+    for (int index = static_cast<int>(blockIdx.x); index < args.units;
+         index += static_cast<int>(gridDim.x)) {
+      consumer.run(index);
+    }
+    consumer.turns.end();
+  }
+}
+
+// dk, and dv where it has no pass of its own.
+template <int kShape>
+__device__ __forceinline__ void run_keys(const AttentionBackwardArgs& args) {
+  run<kShape, Shape<kShape>::kOf.apart ? Pass::kKeys : Pass::kKeysAndValues>(args);
+}
+template <int kShape>
+__device__ __forceinline__ void run_values(const AttentionBackwardArgs& args) {
+  if constexpr (Shape<kShape>::kOf.apart) run<kShape, Pass::kValues>(args);
+}
+
+}  // namespace fx_fuser::attention_backward
+
+#define FX_FUSER_ATTENTION_PASS(shape, name, ...)                          \
+  extern "C" __global__ void __launch_bounds__(                            \
+      fx_fuser::kAttentionBackwardShapes[shape].tiles.threads(), 1)        \
+      name(const __grid_constant__ fx_fuser::AttentionBackwardArgs args) { \
+    fx_fuser::attention_backward::__VA_ARGS__(args);                       \
+  }
+#define FX_FUSER_ATTENTION_BACKWARD(shape, ...)                                             \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kAttentionDeltaWarps * 32)         \
+      fx_fuser_attention_delta(const __grid_constant__ fx_fuser::AttentionDeltaArgs args) { \
+    fx_fuser::attention_backward::find_deltas(args);                                        \
+  }                                                                                         \
+  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_queries,                              \
+                          run<shape, fx_fuser::attention_backward::Pass::kQueries>)         \
+  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_keys, run_keys<shape>)                \
+  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_values, run_values<shape>)

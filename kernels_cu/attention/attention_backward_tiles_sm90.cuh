@@ -1,0 +1,82 @@
+// Of the backward of attention by fp16 halves: passes, their shared memory and units of work.
+#pragma once
+
+#include "attention/attention_backward_args.h"
+#include "attention/attention_split_tiles_sm90.cuh"
+
+namespace fx_fuser::attention_backward {
+
+using attention_split::Tiles;
+using attention_split::Unit;
+
+enum class Pass {
+  kQueries,       // dq
+  kKeys,          // dk
+  kValues,        // dv
+  kKeysAndValues  // both
+};
+
+template <int kShape>
+struct Shape {
+  static constexpr AttentionBackwardShape kOf = kAttentionBackwardShapes[kShape];
+  static constexpr AttentionShape kIs = kOf.tiles;
+};
+
+template <int kShape, Pass kPass>
+struct Layout : Tiles<Shape<kShape>> {
+  using Base = Tiles<Shape<kShape>>;
+  using Args = AttentionBackwardArgs;
+  static constexpr bool kHasColumns = kPass != Pass::kQueries;  // tiles are of queries
+  static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
+  static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
+  static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second();
+
+  struct HiOfSecond {
+    typename Base::Rows second_hi;
+  };
+  struct LoOfBoth {
+    typename Base::Rows first_lo;
+    typename Base::Rows second_lo;
+  };
+  // Where rows are queries, theirs lie here: 64 a warpgroup.
+  struct Columns {
+    int first_column[Base::kStaged];  // in of_queries
+    alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
+    float2 unscale[Base::kConsumers][kAttentionRows];  // of rows: of the first, and of the second
+  };
+  struct Nothing {};
+  struct Shared : std::conditional_t<kKeepsSecond, Nothing, HiOfSecond>,
+                  LoOfBoth,
+                  Base::Pipeline,
+                  Columns {};
+  static_assert(sizeof(Shared) == Shape<kShape>::kOf.shared_bytes());
+
+  static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {
+    Unit unit = attention_split::place_at(args, index);
+    int end = args.column_count;
+    // The longest units come first: the last queries, or the first keys.
+    if (!kHasColumns) unit.block = args.blocks - 1 - unit.block;
+    unit.first_row = unit.block * Base::kRows;
+    unit.head_of_tiles = unit.head / args.heads_of_tiles;
+    if (args.is_causal) {
+      if (kHasColumns) {
+        unit.first_tile = unit.first_row / Base::kKeys;
+      } else {
+        end = min(end, unit.first_row + Base::kRows);
+      }
+    }
+    unit.tiles = (end + Base::kKeys - 1) / Base::kKeys;
+    return unit;
+  }
+  template <class Feed>
+  static __device__ __forceinline__ int column_of(const Args& args, const Feed& feed) {
+    return (feed.batch * args.heads + feed.head) * args.padded + feed.tile * Base::kKeys;
+  }
+  // Products of a tile begin at zero, so that each may have a scale of its own.
+  static constexpr bool kKeepsScale = false;
+  static __device__ __forceinline__ float factor_of(bool /*second*/, float scale) {
+    return Scale::unscale_of(scale);
+  }
+};
+
+}  // namespace fx_fuser::attention_backward

@@ -1,0 +1,196 @@
+"""Checks of the backward of attention by fp16 halves: benchmarks/attention_backward.py times it."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import torch
+from attention_checks import FEW, LAYOUTS, MOST, exact, filled, heads, random_sizes, usual
+from checks import SENTINEL, agree_over_two_streams
+from torch import Tensor
+
+from benchmarks import kernels
+from benchmarks.sm90 import CUDA, FLOOR, relative
+from fx_fuser.kernels import attention
+
+SHAPES = tuple(range(len(attention.BACKWARD_SHAPES)))
+NAMES = ("dq", "dk", "dv")
+# What is left of dO vᵀ - delta, where the first cancels most, has the error of what was there.
+OF_FEW = 2e-6  # where a head has fewer than FEW values of queries, or of keys
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool, wide: bool
+) -> list[Tensor]:
+    """By torch, of each query head; wide: in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    leaves = [(t.double() if wide else t.clone()).detach().requires_grad_() for t in (q, k, v)]
+    a, b, c = leaves
+    out = exact(a, b, c, scale, causal)[0] if wide else usual(a, b, c, scale, causal)
+    return list(torch.autograd.grad(out, leaves, d_out.to(out.dtype)))
+
+
+def forward(
+    shape: int, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: str = "bhld"
+) -> tuple[Tensor, Tensor]:
+    """out and lse, by our kernel: what its products lose in logits is in lse too."""
+    batches, count, queries, d = q.shape
+    out = filled(heads(batches, count, queries, d, layout))
+    lse = torch.empty(batches, count, queries, device=CUDA)
+    spec = attention.spec_of(2 if attention.BACKWARD_SHAPES[shape][0] == 64 else 3)
+    assert kernels.attention_split(spec, q, k, v, out, lse, scale, causal)
+    return out, lse
+
+
+def judge(
+    failures: list[str],
+    what: str,
+    shape: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    causal: bool,
+    scale: float,
+    layout: str = "bhld",
+    few: bool = False,
+) -> None:
+    """Runs the kernels: is no error above MOST times torch's, and nothing else written?"""
+    batches, count, queries, d = q.shape
+    rows = (queries, k.shape[2], k.shape[2])
+    made = [heads(batches, count, length, d, layout, gap=1) for length in rows]
+    for part, whole in made:
+        whole.fill_(SENTINEL)
+        part.fill_(float("nan"))
+    out, lse = forward(shape, q, k, v, scale, causal, layout)
+    to, spec = [part for part, _ in made], attention.backward_spec_of(shape)
+    if not kernels.attention_backward(spec, q, k, v, out, lse, d_out, to, scale, causal):
+        failures.append(f"{what}: refused")
+        return
+    wanted = gradients(q, k, v, d_out, scale, causal, wide=True)
+    theirs = gradients(q, k, v, d_out, scale, causal, wide=False)
+    # A row's weights are off by as much as its lse: half of a last bit, twice rounded.
+    of_lse = 2**-24 * float(lse.abs().max())
+    for name, value, right, other in zip(NAMES, to, wanted, theirs):
+        if not bool(value.isfinite().all()):
+            failures.append(f"{what}: {name} is not finite")
+        if float(right.norm()) <= 1e-9 * float(other.norm()):  # terms cancel: what is left is error
+            if float(value.norm()) > 4 * float(other.norm()) + 1e-6 * float(d_out.norm()):
+                failures.append(f"{what}: {name} is not nearly zero")
+            continue
+        error, usual_error = relative(value, right), relative(other, right)
+        is_small = few or min(queries, k.shape[2]) * d < FEW
+        bound = max(MOST * usual_error, OF_FEW if is_small else FLOOR, of_lse)
+        if not error <= bound:
+            failures.append(f"{what}: {name}'s error {error:.2e}, torch's {usual_error:.2e}")
+    for name, (part, whole) in zip(NAMES, made):
+        part.fill_(SENTINEL)
+        if not bool((whole == SENTINEL).all()):
+            failures.append(f"{what}: wrote outside {name}")
+
+
+def sweep(failures: list[str], cases: int, seed: int, shape: int, most: int = 515) -> None:
+    """Random sizes and strides."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    for case in range(cases):
+        sizes = random_sizes(choose, attention.BACKWARD_SHAPES[shape][0], most)
+        kv = sizes.heads // sizes.heads_of_key
+        q, k, v, d_out = (
+            filled(heads(sizes.batches, count, rows, sizes.d, choose.choice(LAYOUTS),
+                         choose.choice((0, 1, 3))))
+            for count, rows in (
+                (sizes.heads, sizes.queries), (kv, sizes.keys), (kv, sizes.keys),
+                (sizes.heads, sizes.queries),
+            )
+        )  # fmt: skip
+        scale = choose.choice((sizes.d**-0.5, 0.3))
+        judge(failures, f"case {case}: {sizes}, scale {scale:.3f}", shape, q, k, v, d_out,
+              sizes.causal, scale, choose.choice(LAYOUTS))  # fmt: skip
+
+
+def one(shape: int, queries: int, keys: int, count: int = 1) -> list[Tensor]:
+    """q, k, v and dO."""
+    d = attention.BACKWARD_SHAPES[shape][0]
+    return [filled(heads(1, count, rows, d)) for rows in (queries, keys, keys, queries)]
+
+
+def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
+    """Data that careless halves, or a careless sum, get wrong."""
+    torch.manual_seed(5)
+    q, k, v, d_out = one(shape, 66, keys)
+    scale = q.shape[-1] ** -0.5
+    last = (torch.arange(keys, device=CUDA) == keys - 1)[:, None]
+    growing = 10 ** torch.linspace(-4, 4, 66, device=CUDA)[:, None]
+    cases = {
+        "a dominating key": (q, torch.where(last, q[:, :, :1] * 1.5, k), v, d_out),
+        "logits to ±60": (q * 8, k * 2, v, d_out),
+        "equal logits": (q * 0, k, v.abs() + 1, d_out),
+        "equal values": (q, k, v * 0 + v[:, :, :1], d_out),
+        "small dO": (q, k, v, d_out * 1e-20),
+        "large dO": (q, k, v, d_out * 1e15),
+        "large values": (q, k, v * 1e15, d_out),
+        "large keys, small queries": (q * 1e-6, k * 1e6, v, d_out),
+        "growing dO": (q, k, v, d_out * growing),
+        "dO that ends": (q, k, v, d_out * (torch.arange(66, device=CUDA) < 20)[:, None]),
+        "no dO": (q, k, v, d_out * 0),
+    }
+    for what, (a, b, c, d) in cases.items():
+        few = what == "growing dO"  # that of the last queries is all that counts
+        judge(failures, f"{what}, shape {shape}", shape, a, b, c, d, False, scale, few=few)
+
+
+def lengths(failures: list[str], shape: int) -> None:
+    """Keys that no causal query sees have no gradient; one key has none but its value's."""
+    torch.manual_seed(6)
+    for queries, keys, causal in ((3, 130, True), (130, 3, True), (1, 1, False), (65, 129, True)):
+        q, k, v, d_out = one(shape, queries, keys)
+        what = f"{queries} queries, {keys} keys, shape {shape}"
+        judge(failures, what, shape, q, k, v, d_out, causal, 0.125)
+
+
+def made(shape: int, tensors: list[Tensor], causal: bool) -> list[Tensor]:
+    q, k, v, d_out = tensors
+    scale = q.shape[-1] ** -0.5
+    out, lse = forward(shape, q, k, v, scale, causal)
+    to = [torch.full_like(t, float("nan")) for t in (q, k, v)]
+    assert kernels.attention_backward(
+        attention.backward_spec_of(shape), q, k, v, out, lse, d_out, to, scale, causal
+    )
+    return to
+
+
+def refusals(failures: list[str]) -> None:
+    q, k, v, d_out = one(0, 9, 9)
+    shifted = torch.zeros(1 + 9 * 64, device=CUDA)[1:].view(1, 1, 9, 64)
+    lse = torch.zeros(1, 1, 9, device=CUDA)
+    spec = attention.backward_spec_of(0)
+    for what, queries, gradient, scale in (
+        ("an address of dO that is not aligned", q, shifted, 1.0),
+        ("elements that are not adjacent", q.mT.contiguous().mT, d_out, 1.0),
+        ("a negative scale", q, d_out, -1.0),
+    ):
+        to = [torch.zeros(t.shape, device=CUDA) for t in (q, k, v)]
+        if kernels.attention_backward(spec, queries, k, v, q, lse, gradient, to, scale):
+            failures.append(f"{what} was not refused")
+
+
+def many_keys(failures: list[str], shape: int) -> None:
+    """The tensor core's truncation must not add up, over keys and over queries."""
+    torch.manual_seed(9)
+    for queries, keys in ((300, 8192), (8192, 300)):
+        q, k, v, d_out = one(shape, queries, keys)
+        what, scale = f"{queries} queries, {keys} keys", q.shape[-1] ** -0.5
+        judge(failures, f"{what}, shape {shape}", shape, q, k, v, d_out, False, scale)
+        judge(failures, f"{what}, positive, shape {shape}", shape, q, k, v.abs(), d_out.abs(),
+              False, scale)  # fmt: skip
+
+
+def repeats(failures: list[str], shape: int, times: int = 50) -> None:
+    """Launches, over two streams too, agree bit for bit."""
+    for causal in (False, True):
+        step = functools.partial(made, shape, one(shape, 700, 700, 24), causal)
+        if not agree_over_two_streams(step, step(), times):
+            failures.append(f"shape {shape}: launches over two streams differ")

@@ -1,0 +1,44 @@
+"""The backward of attention by fp16 halves, on the CPU emulator, by the checks that are written for
+a GPU. A page that nobody may touch lies behind each tensor, or ahead of it."""
+
+from __future__ import annotations
+
+import attention_backward_checks
+import attention_checks
+import checks
+import emulator
+import pytest
+from checks import passes
+from emulator.device import EmulatedGpu, in_place_of_cuda
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+# By habit one shape; the other two differ from each other in slots alone.
+FEW = [0, *(pytest.param(s, marks=pytest.mark.slow) for s in attention_backward_checks.SHAPES[1:])]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    made = EmulatedGpu(90, multiprocessors=2)
+    in_place_of_cuda(made, monkeypatch, (checks, attention_checks, attention_backward_checks))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", attention_backward_checks.SHAPES)
+def test_random_sizes_and_strides(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_backward_checks.sweep, 5, shape, shape, 260)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", attention_backward_checks.SHAPES)
+def test_hard_values(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_backward_checks.hard_values, shape, keys=130)
+
+
+@pytest.mark.parametrize("shape", FEW)
+def test_lengths(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_backward_checks.lengths, shape)
+
+
+def test_refusals(gpu: EmulatedGpu) -> None:
+    passes(attention_backward_checks.refusals)
