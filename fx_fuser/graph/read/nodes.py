@@ -192,7 +192,7 @@ def is_torchs(node: Node) -> bool:
     if node.op != "call_function":
         return node.op == "call_method"
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        packet = getattr(target, "_overloadpacket", target)
+        packet: Any = getattr(target, "_overloadpacket", target)
         return str(packet._qualified_op_name).partition("::")[0] == "aten"
     if getattr(target, "__module__", None) in ("_operator", "builtins"):
         return True
