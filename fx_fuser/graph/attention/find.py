@@ -84,7 +84,7 @@ def _is_candidate(view: View, softmax: Node) -> bool:
             if is_mixed or product_at(view, reader) is not None:
                 return True
             passes = called_name(reader) in _PASSED_BY_A_CANDIDATE
-            if passes or _is_post(view, reader) or moved(view, reader) is not None:
+            if passes or _is_post(view, reader, node) or moved(view, reader) is not None:
                 queue.append(reader)
     return False
 
@@ -94,9 +94,12 @@ def _is_permuted(view: View, node: Node) -> bool:
     return found is not None and isinstance(found[1], Permutation)
 
 
-def _is_post(view: View, node: Node) -> bool:
+def _is_post(view: View, node: Node, weights: Node) -> bool:
+    """Is it a cast or a dropout of the weights?  `x.type_as(weights)` is one of x."""
     written = view.written(node)
-    return node.target in DROPOUTS or (written is not None and written.op in ("identity", "cast"))
+    if written is not None:
+        return written.op in ("identity", "cast") and written.args[0] is weights
+    return node.target in DROPOUTS
 
 
 @dataclass
@@ -132,7 +135,7 @@ class _Finder:
         post, between, second, dims = self._after(dims)
         p = (softmax.node, *between)[-1]
         v, out, columns = self._values(second, p, dims, keys)
-        rows = self._rows(first.axes(first.product.own(query)), v)
+        rows = self._rows(first, query, v)
         q, k = (
             Operand(first.product.factors[i], tuple(first.factors[i])) for i in (query, 1 - query)
         )
@@ -289,12 +292,11 @@ class _Finder:
             product = product_at(view, reader)
             if product is not None:
                 return steps, between, product, dims
-            written = view.written(reader)
-            if reader.target in DROPOUTS and written is None:
-                steps.append(_dropout(reader))
-            elif written is not None and written.op in ("identity", "cast"):
-                made, _ = self._step(reader, node, dims)
-                steps += made
+            if _is_post(view, reader, node):
+                if view.written(reader) is None:
+                    steps.append(_dropout(reader))
+                else:
+                    steps += self._step(reader, node, dims)[0]
             else:
                 found = moved(view, reader)
                 if found is None:
@@ -344,8 +346,12 @@ class _Finder:
         columns = tuple(a for label in second.own(1 - place) for a in of[label])
         return Operand(v, tuple(v_dims)), [of[label] for label in second.out], columns
 
-    def _rows(self, own: Dim, v: Operand) -> Dim:
+    def _rows(self, first: _Scores, query: int, v: Operand) -> Dim:
         """The axes of q alone: in an einsum, v may have some of those that k lacks."""
+        own = first.axes(first.product.own(query))
+        if not own:
+            node = first.product.node
+            raise RefusedError(node, f"{statement(node)}, has keys of its own for each query")
         shared = self.axes.flat(v.dims)
         rows = tuple(axis for axis in self.axes.leaves(own) if axis not in shared)
         if not rows:

@@ -103,21 +103,25 @@ def _writes_stay_inside(view: View, site: AttentionSite) -> None:
 
 
 def _operands_unchanged(view: View, site: AttentionSite) -> None:
-    """An operand is read where it was; a call in place of the site reads it at the site's end, and
-    its backward later, which computes S anew from operands that eager mode does not keep.
+    """The site reads an operand at one of its nodes; a call in place of the site reads it at the
+    site's end, and its backward later, which computes S anew from operands that eager mode does not
+    keep. What is written before the site reads it (`k[..., :n] = …`) is what both read.
 
     A write to an input of the graph may reach an operand through an alias that only the caller
     knows; an integer counter does not.
     """
-    order, end = view.order, site.node
+    order, end, inside = view.order, site.node, {*site.nodes}
     first = min(order[node] for node in site.nodes)
     operands = dict.fromkeys(operand.node for operand in site.operands)
     for node in operands:
-        if is_written(view, node, node, end):
+        # An operand behind a view is read there, and never written (`read_through.origin`).
+        read = [order[reader] for reader in view.readers[node] if reader in inside]
+        before = view.nodes[min(read) - 1] if read else node
+        if is_written(view, node, before, end):
             reason = f"{called(node)} may be changed in place before the attention ends"
             raise RefusedError(node, reason)
         trained = end.meta["example_value"].requires_grad
-        if trained and is_written(view, node, node, view.nodes[-1]):
+        if trained and is_written(view, node, before, view.nodes[-1]):
             reason = f"{called(node)} may be changed in place before the backward reads it"
             raise RefusedError(node, reason)
     for place in view.writer_places:

@@ -12,7 +12,14 @@ from fx_fuser.graph.attention.axes import Axes, Dim
 from fx_fuser.graph.attention.site import AttentionSite, Operand, Step
 from fx_fuser.graph.prepare import reindex
 from fx_fuser.graph.prepare.reindex import Size, is_same
-from fx_fuser.graph.read.nodes import argument_of, input_of, inputs_of, meta_tensor, storages
+from fx_fuser.graph.read.nodes import (
+    argument_of,
+    input_of,
+    inputs_of,
+    is_torchs,
+    meta_tensor,
+    storages,
+)
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 
@@ -23,7 +30,7 @@ def moved(view: View, node: Node) -> tuple[Node, reindex.Step | None] | None:
     """(what it is a view or a copy of, what it does to dimensions), for a node that changes no
     value and repeats none. None as the step: nothing."""
     source = input_of(node)
-    if not isinstance(source, Node) or node.op not in ("call_function", "call_method"):
+    if not isinstance(source, Node) or not is_torchs(node):
         return None
     if called_name(node) in _COPIES:
         return view.value(node, source), None
@@ -32,14 +39,15 @@ def moved(view: View, node: Node) -> tuple[Node, reindex.Step | None] | None:
 
 
 def origin(view: View, axes: Axes, operand: Operand, end: Node) -> Operand:
-    """The tensor behind the operand's views, copies and repetitions, if nothing writes to it later:
-    a backward reads it, too. A head of keys that several heads of queries share is one then."""
+    """The tensor behind the operand's views, copies and repetitions, if nothing writes to it, early
+    or later: a backward reads it, too. A head of keys that several heads of queries share is one
+    then."""
     while (found := _before(view, axes, operand.node, operand.dims)) is not None:
         source, dims = found
         # A view that is taken under no_grad has no gradient.
         if view.region[operand.node] != view.region[end]:
             break
-        if is_written(view, source, operand.node, view.nodes[-1]):
+        if is_written(view, source, source, view.nodes[-1]):
             break
         operand = replace(operand, node=source, dims=tuple(dims))
     return operand
@@ -65,7 +73,7 @@ def _before(
         seen = [*dims] if step is None else axes.unseen(dims, step)
         return None if seen is None else (source, seen)
     source = input_of(node)
-    if not isinstance(source, Node) or node.op not in ("call_function", "call_method"):
+    if not isinstance(source, Node) or not is_torchs(node):
         return None
     x, y = meta_tensor(source), meta_tensor(node)
     if x is None or y is None or x.dtype != y.dtype:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
+from fx_fuser.graph.read.nodes import inputs_of, is_torchs, meta_tensor
 from fx_fuser.graph.read.source import called_name
 
 Size = int | torch.SymInt
@@ -69,7 +69,8 @@ class Call:
 
 def is_view(node: Node) -> bool:
     """Is it a call of a name above, or an index that only adds dimensions?"""
-    return _name(node) in PERMUTATIONS | REGROUPINGS or _is_unsqueezing(node)
+    is_named = _name(node) in PERMUTATIONS | REGROUPINGS or _is_unsqueezing(node)
+    return is_named and is_torchs(node)
 
 
 def _is_unsqueezing(node: Node) -> bool:

@@ -185,6 +185,20 @@ def _is_torch_function(target: Any) -> bool:
     )
 
 
+def is_torchs(node: Node) -> bool:
+    """Is it a method, an operator, or a function of torch's?  A user's function or custom operator
+    may have the name of one, such as `clone`, and do something else."""
+    target = node.target
+    if node.op != "call_function":
+        return node.op == "call_method"
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet: Any = getattr(target, "_overloadpacket", target)
+        return str(packet._qualified_op_name).partition("::")[0] == "aten"
+    if getattr(target, "__module__", None) in ("_operator", "builtins"):
+        return True
+    return _is_torch_function(target)
+
+
 # Higher-order operators whose body is ordinary model code, run as often as the call.
 TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
 
