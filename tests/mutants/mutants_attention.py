@@ -75,7 +75,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "attention: a copy of what is written later", "graph/attention/read_through.py",
-        "if is_written(view, source, operand.node, view.nodes[-1]):", "if False:",
+        "if is_written(view, source, source, view.nodes[-1]):", "if False:",
         (f"{PROGRAMS}what_a_view_is_of_is_not_always_read[copied_and_written]",),
     ),
     (
