@@ -10,6 +10,7 @@ stage's barrier for its warp (kernels_cu/conv/NOTES.md, implicit gemm).
 import sys
 from types import ModuleType
 
+import attention_backward_checks
 import attention_checks
 import checks
 import combs_checks
@@ -56,10 +57,12 @@ if binaries.arch_of() == "sm_90a":
         harness.sweep(failures, cases, 0, *more)
         ran += cases
 
-    if "--racecheck" not in sys.argv:  # both as the implicit gemm
+    if "--racecheck" not in sys.argv:  # as the implicit gemm
         sweep(combs_checks, 24)
         for shape in attention_checks.SHAPES:
             sweep(attention_checks, 6, shape, 260)
+        for shape in attention_backward_checks.SHAPES:
+            sweep(attention_backward_checks, 4, shape, 260)
     sweep(linear_split_checks, 8)
     sweep(split_planes_checks, 16)
     load.prepare([*EXACT_GEMMS.values(), *MIXED_GEMMS.values()], "cuda")
