@@ -78,7 +78,7 @@ def torchs(tensors: Sequence[Tensor], causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def _median(call: Callable[[], object]) -> float:
+def median(call: Callable[[], object]) -> float:
     return measure.median_ms(call, [], CUDA, 3, 20)
 
 
@@ -101,7 +101,7 @@ def timed(size: Size, shapes: Sequence[int]) -> dict[str, Any]:
     }
     for shape in errors:
         calls[f"shape {shape}"] = functools.partial(ours, shape, tensors, out, size.causal)
-    ms = measure.interleaved({n: functools.partial(_median, c) for n, c in calls.items()}, 3)
+    ms = measure.interleaved({n: functools.partial(median, c) for n, c in calls.items()}, 3)
     best = min(errors, key=lambda shape: ms[f"shape {shape}"])
     return {"size": size.name, **ms, "ours": ms[f"shape {best}"], "best": best,
             "tflops": size.operations / ms[f"shape {best}"] / 1e9, "kill": KILL[size.d],

@@ -25,7 +25,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import kernels, measure, results
-from benchmarks.attention import MOST, SIZES, Size, torchs
+from benchmarks.attention import MOST, SIZES, Size, median, torchs
 from benchmarks.run import commit_here
 from benchmarks.sm90 import CUDA, relative
 from fx_fuser.kernels import attention
@@ -77,10 +77,6 @@ def worst(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max(relative(value[:1], right) for value, right in zip(values, exact))
 
 
-def _median(call: Callable[[], object]) -> float:
-    return measure.median_ms(call, [], CUDA, 3, 20)
-
-
 def timed(size: Size, shapes: Sequence[int]) -> dict[str, Any]:
     tensors = size.tensors()
     d_out = torch.randn_like(tensors[0])
@@ -102,7 +98,7 @@ def timed(size: Size, shapes: Sequence[int]) -> dict[str, Any]:
     for shape in errors:
         calls[f"both {shape}"] = functools.partial(ours.both, shape)
         calls[f"shape {shape}"] = functools.partial(ours.backward, shape)
-    ms = measure.interleaved({n: functools.partial(_median, c) for n, c in calls.items()}, 3)
+    ms = measure.interleaved({n: functools.partial(median, c) for n, c in calls.items()}, 3)
     best = min(errors, key=lambda shape: ms[f"both {shape}"])
     return {"size": size.name, **ms, "ours": ms[f"both {best}"], "best": best,
             "backward": ms[f"shape {best}"], "kill": KILL[size.d], "errors": errors,

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from fx_fuser.graph.attention.calls import ATTENTION_ARGUMENTS
-from fx_fuser.graph.read.nodes import argument_of, meta_tensor, storages
+from fx_fuser.graph.read.nodes import argument_of, is_torchs, meta_tensor, storages
 from fx_fuser.graph.read.view import Region
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.ops.attention import (
@@ -29,7 +29,7 @@ from fx_fuser.ops.attention import (
     why_formula,
 )
 from fx_fuser.passes import strides
-from fx_fuser.passes.bounds import Held, Known, always_taken, held, is_torchs
+from fx_fuser.passes.bounds import Held, Known, always_taken, held
 
 # What a mask's form depends on → the nodes of `MASK` and of `ROWS`.
 Forms = dict[Any, tuple[Node, Node]]
@@ -144,7 +144,7 @@ def _keeps_strides(node: Node, was: Tensor, now: Tensor) -> str:
 def _view_key(mask: Node) -> str:
     """The same of two views of one value: a model may slice its mask anew in each layer."""
     of = mask.args[0] if mask.args else None
-    is_known = mask.op == "call_method" or is_torchs(mask)
+    is_known = is_torchs(mask)
     if not is_known or not isinstance(of, Node) or storages([mask]) != storages([of]):
         return mask.name
     return f"{_view_key(of)} {mask.target} {mask.args[1:]} {mask.kwargs}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from fx_fuser.graph.read.nodes import argument_of, meta_tensor, storages
+from fx_fuser.graph.read.nodes import argument_of, is_torchs, meta_tensor, storages
 from fx_fuser.ops.attention import moderate
 
 _LARGEST = 1 << 27  # elements of a tensor that is looked at
@@ -151,7 +151,7 @@ def _is_parameter(node: Node, tensor: Tensor) -> Held | None:
 
 def _by_call(node: Node, known: Known) -> Held | None:
     name = name_of_call(node)
-    if not (node.op == "call_method" or is_torchs(node)) or not node.args:
+    if not is_torchs(node) or not node.args:
         return None
     first = node.args[0]
     if name in _SELECTS:
@@ -190,8 +190,7 @@ def always_taken(value: Node, known: Known) -> Node:
     transformers' T5 adds `where(shown, bias, lowest)`: where a mask shows all keys, that is a bias
     for each sample that is the same for all.
     """
-    is_call = value.op == "call_method" or is_torchs(value)
-    parts = _parts_of_choice(value, name_of_call(value)) if is_call else None
+    parts = _parts_of_choice(value, name_of_call(value)) if is_torchs(value) else None
     if parts is None or not isinstance(choice := parts[2], Node):
         return value
     made = known.value(choice)
@@ -217,13 +216,6 @@ def always_taken(value: Node, known: Known) -> Node:
     if not storages([value, taken, choice]).isdisjoint({None, *known.written}):
         return value
     return always_taken(taken, known)
-
-
-def is_torchs(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace == "aten"
-    module = getattr(node.target, "__module__", None) or "builtins"
-    return node.op == "call_function" and module.split(".")[0] in ("torch", "builtins", "_operator")
 
 
 def name_of_call(node: Node) -> str:

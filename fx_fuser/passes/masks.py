@@ -29,6 +29,7 @@ from fx_fuser.graph.read.naming import called, statement
 from fx_fuser.graph.read.nodes import (
     argument_of,
     body_of,
+    is_torchs,
     meta_tensor,
     nodes_in,
     storages,
@@ -36,7 +37,7 @@ from fx_fuser.graph.read.nodes import (
 )
 from fx_fuser.graph.read.view import Region
 from fx_fuser.passes import attention, strides
-from fx_fuser.passes.bounds import Known, is_torchs, name_of_call
+from fx_fuser.passes.bounds import Known, name_of_call
 
 # The operations that masks are made of: none is random, waits for another process, or returns
 # memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
@@ -171,7 +172,7 @@ def _needs_formula(node: Node, scope: _Scope) -> bool:
     was = meta_tensor(node)
     if was is None or not was.requires_grad:
         return False
-    sure = (ns for n, ns in scope.writes.items() if n.op == "call_method" or is_torchs(n))
+    sure = (ns for n, ns in scope.writes.items() if is_torchs(n))
     return not storages([node]).isdisjoint(storages(n for ns in sure for n in ns))
 
 

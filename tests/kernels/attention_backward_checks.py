@@ -11,6 +11,7 @@ from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
 
 from benchmarks import kernels
+from benchmarks.attention_backward import FORWARD
 from benchmarks.sm90 import CUDA, FLOOR, relative
 from fx_fuser.kernels import attention
 
@@ -39,7 +40,7 @@ def forward(
     batches, count, queries, d = q.shape
     out = filled(heads(batches, count, queries, d, layout))
     lse = torch.empty(batches, count, queries, device=CUDA)
-    spec = attention.spec_of(2 if attention.BACKWARD_SHAPES[shape][0] == 64 else 3)
+    spec = attention.spec_of(FORWARD[attention.BACKWARD_SHAPES[shape][0]])
     assert kernels.attention_split(spec, q, k, v, out, lse, scale, causal)
     return out, lse
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fx_fuser.graph.attention.axes import Axes, Dim
 from fx_fuser.graph.attention.site import AttentionSite, Operand, Step
 from fx_fuser.graph.prepare import reindex
-from fx_fuser.graph.prepare.reindex import Size, is_same
+from fx_fuser.graph.prepare.reindex import Size
 from fx_fuser.graph.read.nodes import (
     argument_of,
     input_of,
@@ -80,7 +80,7 @@ def _before(
         return None
     source, name = view.value(node, source), called_name(node)
     if name in ("expand", "expand_as", "broadcast_to"):
-        mine = _spread(x.shape, y.shape, dims)
+        mine = axes.spread(x.shape, dims, y.shape)
     elif name == "repeat" and node.op == "call_method":
         mine = _repeated(axes, x.shape, y.shape, dims, inner=False)
     elif name == "repeat_interleave" and _is_by_number(node):
@@ -88,20 +88,6 @@ def _before(
     else:
         return None
     return None if mine is None else (source, mine)
-
-
-def _spread(sizes: Sequence[Size], to: Sequence[Size], dims: Sequence[Dim]) -> list[Dim] | None:
-    """Of what was expanded: a dimension that is longer now has no axis."""
-    ahead = len(to) - len(sizes)
-    found: list[Dim] = []
-    for size, larger, dim in zip(sizes, to[ahead:], dims[ahead:]):
-        if is_same(size, larger):
-            found.append(dim)
-        elif is_same(size, 1):
-            found.append(())
-        else:
-            return None
-    return found
 
 
 def _is_by_number(node: Node) -> bool:
