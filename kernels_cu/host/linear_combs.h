@@ -83,16 +83,21 @@ TensorMap map_of_lines(ScalarType type, const void* data, uint64_t length, uint6
                        {kCombSpan, static_cast<uint32_t>(box_lines)});
 }
 
-// There are at least kCombs lines.
-Combs combs_of(ScalarType type, const Lines& lines, int box_lines) {
+// There are at least kCombs lines. A result's maps are of its lines' whole vectors alone: TMA
+// writes to all of a vector of which the tensor has one element.
+Combs combs_of(ScalarType type, const Lines& lines, int box_lines, bool whole_vectors = false) {
   Combs combs{};
   for (int j = 0; j < kCombs; ++j) {
     uint8_t* first = lines.data + 2 * j * lines.stride;
     const auto ahead = static_cast<int64_t>(reinterpret_cast<uintptr_t>(first) % 16);
     combs.offset[j] = static_cast<int32_t>(ahead / 2);
-    combs.map[j] = map_of_lines(
-        type, first - ahead, static_cast<uint64_t>(lines.length + combs.offset[j]),
-        static_cast<uint64_t>(ceil_div(lines.count - j, kCombs)), kCombs * lines.stride, box_lines);
+    int64_t length = lines.length + combs.offset[j];
+    const int64_t begin = whole_vectors && ahead > 0 ? 8 : 0;
+    // Where there is no whole vector, none is written, but a map must be of something.
+    if (whole_vectors) length = std::max<int64_t>(length / 8 * 8 - begin, 8);
+    combs.map[j] = map_of_lines(type, first - ahead + 2 * begin, static_cast<uint64_t>(length),
+                                static_cast<uint64_t>(ceil_div(lines.count - j, kCombs)),
+                                kCombs * lines.stride, box_lines);
   }
   return combs;
 }
@@ -123,7 +128,7 @@ bool set_factors(const LinearCombsKernels& kernels, const Tensor& x, const Tenso
   if (!left || !right || !rows || !right->are_aligned()) return false;
   args.k = static_cast<int32_t>(x.size(1));
   if (!kernels.along_a) {
-    if (left->count < kCombs || !rows->are_aligned()) return false;
+    if (left->count < kCombs || !rows->are_aligned() || rows->length % 8 != 0) return false;
     args.m = static_cast<int32_t>(weight.size(0));
     args.n = static_cast<int32_t>(x.size(0));
     args.a = combs_of(kernels.x, *right, kCombStepK);
@@ -141,7 +146,7 @@ bool set_factors(const LinearCombsKernels& kernels, const Tensor& x, const Tenso
   args.n = static_cast<int32_t>(weight.size(0));
   args.a = combs_of(kernels.x, *left, shape.tile_m());
   args.b = whole(kernels.x, *right, (kernels.along_b ? shape.tile_n : kCombStepK) / shape.cluster);
-  args.out = combs_of(kernels.out, *rows, kCombWarpRows);
+  args.out = combs_of(kernels.out, *rows, kCombWarpRows, true);
   args.out_data = rows->data;
   args.out_pitch = rows->stride;
   return true;

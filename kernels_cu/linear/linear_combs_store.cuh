@@ -74,22 +74,39 @@ struct TailOfRows {
     }
   }
 
-  // A line's first span, without TMA, which would write to what lies ahead of the line.
-  __device__ __forceinline__ void store_begin(const Tile& tile, int row) const {
+  // What a line has of the aligned vector at `first`, which is not all of it: without TMA, which
+  // writes to the rest, too.
+  __device__ __forceinline__ void store_part(const Tile& tile, int row, int first) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int rows = min(lines_of(args.m, tile.comb) - row, kCombWarpRows);
     const int before = args.out.offset[tile.comb];
-    const int end = min(args.n + before, kCombSpan);
-#pragma unroll 1
-    for (int r = 0; r < rows; ++r) {
-      const int64_t line = int64_t{row + r} * kCombs + tile.comb;
-      auto* to = static_cast<Out*>(args.out_data) + line * args.out_pitch - before;
-#pragma unroll 1
-      for (int c = lane; c < end; c += 32) {
-        const uint8_t* from = slots[slot] + r * kCombSpanBytes + (c / 8 ^ r % 8) * 16 + c % 8 * 2;
-        if (c >= before) to[c] = *reinterpret_cast<const Out*>(from);
+    const int column = first + lane % 8;
+    if (column < before || column >= args.n + before) return;
+    auto* out = static_cast<Out*>(args.out_data) + (column - before);
+    const int chunk = first % kCombSpan / 8;
+#pragma unroll
+    for (int r = lane / 8; r < kCombWarpRows; r += 4) {
+      const uint8_t* from = slots[slot] + r * kCombSpanBytes + (chunk ^ r % 8) * 16 + lane % 8 * 2;
+      if (r < rows) {
+        const int64_t line = int64_t{row + r} * kCombs + tile.comb;
+        out[line * args.out_pitch] = *reinterpret_cast<const Out*>(from);
       }
     }
+  }
+
+  // 64 columns of 16 rows, from the slot.
+  __device__ __forceinline__ void store(const Tile& tile, int row, int column) const {
+    const int before = args.out.offset[tile.comb];
+    // Whole vectors, of which the tensor map is.
+    const int begin = before > 0 ? 8 : 0;
+    const int end = (args.n + before) / 8 * 8;
+    if (threadIdx.x % 32 == 0 && max(column, begin) < end) {
+      ptx::tensor_store(args.out.map[tile.comb], ptx::shared_address(slots[slot]), column - begin,
+                        row);
+    }
+    if (column == 0 && before > 0) store_part(tile, row, 0);
+    const bool has_end = column <= end && end < column + kCombSpan && end < args.n + before;
+    if (has_end && end >= begin) store_part(tile, row, end);
     __syncwarp();
   }
 
@@ -108,15 +125,8 @@ struct TailOfRows {
         stage(&sum[j][span * kCombSpan / 2]);
         ptx::fence_async_proxy();
         __syncwarp();
-        const bool is_begin = span == 0 && column == 0 && before > 0;
-        if (is_begin) store_begin(tile, row);
-        if (is_first) {
-          if (!is_begin) {
-            ptx::tensor_store(args.out.map[tile.comb], ptx::shared_address(slots[slot]), column,
-                              row);
-          }
-          ptx::bulk_commit();
-        }
+        store(tile, row, column);
+        if (is_first) ptx::bulk_commit();
         slot = slot == L::kSlots - 1 ? 0 : slot + 1;
       }
     }

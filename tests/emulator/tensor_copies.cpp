@@ -1,7 +1,8 @@
 // TMA: boxes of tensors to shared memory and back (PTX ISA, 9.7.9.25 and 5.5).
 //
 // A box arrives at once, or when nothing else can run. A store is made at once, or as late as its
-// wait allows. Of a box outside the tensor there are zeros, and nothing is read or written.
+// wait allows. Of a box outside the tensor there are zeros, and nothing is read; nothing is written
+// but the rest of a vector that the tensor has a part of.
 #include <cstring>
 
 #include "emulated_map.h"
@@ -79,9 +80,9 @@ bool is_late() {
 void make_store(const Box& box) {
   const EmulatedMap map = map_at(box.map, box.where);
   for_vectors(map, box, [&](uint32_t place, int offset, unsigned char* to) {
-    const auto* from =
-        static_cast<const unsigned char*>(at_address(place, kVectorBytes, box.where)) + offset;
-    if (to != nullptr) std::memcpy(to, from, EmulatedMap::kElementBytes);
+    const void* from = at_address(place, kVectorBytes, box.where);
+    // Measured on an H200: a vector is written whole where the tensor has its first element.
+    if (to != nullptr && offset == 0) std::memcpy(to, from, kVectorBytes);
   });
 }
 

@@ -70,6 +70,8 @@ def sweep(
         dtype, (_, *form) = spec.inputs[0], spec.family.sizes
         m, n, k = size(choose, 8, most), size(choose, 1, most), size(choose, 8, most_k)
         m += more_rows
+        if not form[0]:
+            n = -(-n // 8) * 8
         pitch, ahead = choose.choice((0, 0, 1, 2, 3, 4, 8)), choose.randint(0, 8)
         if form[1]:
             pitch, ahead = -k % 8, 8
@@ -148,11 +150,13 @@ def refusals(failures: list[str]) -> None:
     lines = matrix(24, 40, 0, dtype, 0, 0)
     odd = torch.empty(16, 25, device=CUDA, dtype=dtype)[:, :24]
     out = torch.empty(16, 24, device=CUDA, dtype=dtype)
+    part = lines[:23], torch.empty(16, 24, device=CUDA, dtype=dtype)[:, :23]
     for what, form, a, b, to in (
         ("rows adjacent, not k", (1, 1), of_rows, weight, out),
         ("k adjacent, not rows", (0, 0), x, lines, out),
         ("a weight that is not aligned", (1, 1), x, matrix(24, 40, 1, dtype, 1, 0), out),
         ("an unaligned result of lines that are k", (0, 0), of_rows, lines, odd),
+        ("a result that has a part of a vector, of lines that are k", (0, 0), of_rows, *part),
         ("both unaligned, k adjacent", (1, 0), x, lines, odd),
         ("k adjacent in an unaligned x, too", (1, 1), matrix(16, 40, 1, dtype, 1, 0), weight, out),
         ("seven lines", (1, 1), x[:7], weight, out[:7]),
