@@ -92,10 +92,9 @@ Combs combs_of(ScalarType type, const Lines& lines, int box_lines, bool whole_ve
     const auto ahead = static_cast<int64_t>(reinterpret_cast<uintptr_t>(first) % 16);
     combs.offset[j] = static_cast<int32_t>(ahead / 2);
     int64_t length = lines.length + combs.offset[j];
-    const int64_t begin = whole_vectors && ahead > 0 ? 8 : 0;
     // Where there is no whole vector, none is written, but a map must be of something.
-    if (whole_vectors) length = std::max<int64_t>(length / 8 * 8 - begin, 8);
-    combs.map[j] = map_of_lines(type, first - ahead + 2 * begin, static_cast<uint64_t>(length),
+    if (whole_vectors) length = std::max<int64_t>(length / 8 * 8, 8);
+    combs.map[j] = map_of_lines(type, first - ahead, static_cast<uint64_t>(length),
                                 static_cast<uint64_t>(ceil_div(lines.count - j, kCombs)),
                                 kCombs * lines.stride, box_lines);
   }
