@@ -83,9 +83,8 @@ struct TailOfRows {
     for (int vector = begin / 8 * 8; vector < end; vector += 8) {
       const int at = vector + lane % 8;
       const int chunk = vector % kCombSpan / 8;
-#pragma unroll
-      for (int i = 0; i < kCombWarpRows / 4; ++i) {
-        const int r = lane / 8 + 4 * i;
+#pragma unroll 1
+      for (int r = lane / 8; r < kCombWarpRows; r += 4) {
         const uint8_t* from = slots[slot] + r * kCombSpanBytes + (chunk ^ r % 8) * 16 + at % 8 * 2;
         if (begin <= at && at < end && r < rows) {
           const int64_t line = int64_t{row + r} * kCombs + tile.comb;
