@@ -157,9 +157,8 @@ bool set_units(const CombShape& shape, bool along_a, CombArgs& args) {
   const int64_t rows = along_a ? ceil_div(args.m, kCombs) : args.m;  // of a comb, or all
   const int64_t units_of_comb = ceil_div(rows, unit_rows);
   const int64_t units = units_of_comb * (along_a ? kCombs : 1);
-  // Columns begin with the aligned vector that a line begins in.
-  const int64_t before = along_a ? *std::max_element(args.out.offset, args.out.offset + kCombs)
-                                 : args.b.offset[args.order[kCombs - 1]];
+  // Columns begin with the aligned vector that a line of the result begins in.
+  const int64_t before = *std::max_element(args.out.offset, args.out.offset + kCombs);
   const int64_t all_units = units * ceil_div(args.n + before, shape.step_n(along_a));
   if (all_units > kHighestSize) return false;
   args.units_of_comb = static_cast<int32_t>(units_of_comb);

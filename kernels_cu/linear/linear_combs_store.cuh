@@ -185,7 +185,6 @@ struct TailOfTransposed {
     constexpr int kUsedBoxes = L::kStepN / kBoxRows;  // of a tile
     const bool is_first = threadIdx.x % 32 == 0;
     const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    const int first_row = tile.n - args.b.offset[args.order[kCombs - 1]];
 #pragma unroll
     for (int j = 0; j < L::kSubtiles; ++j) {
       const int column = tile.m + (consumer * L::kSubtiles + j) * kSubtileM;
@@ -203,7 +202,7 @@ struct TailOfTransposed {
 #pragma unroll 1
           for (int box = warp * kOfWarp; box < min((warp + 1) * kOfWarp, boxes); ++box) {
             ptx::tensor_store(args.out.map[0], ptx::shared_address(at + box * kBoxBytes), column,
-                              first_row + span * kCombSpan + box * kBoxRows);
+                              tile.n + span * kCombSpan + box * kBoxRows);
           }
           ptx::bulk_commit();
         }
