@@ -92,12 +92,11 @@ def comb_family(
     multiprocessors: int, m: int, n: int, k: int, form_a: int, form_b: int
 ) -> Family | None:
     """The main loop of x weightᵀ into a new row-major result. None where the kernel does not take
-    these operands (`set_factors` of the host's file), or would leave the tensor cores idle."""
+    these operands (`set_factors` of the host's file), or would leave the tensor cores idle, as of
+    fewer lines than combs."""
     along_a, along_b = form_a & ALONG_K, form_b & ALONG_K
     is_third_aligned = form_a & ALIGNED if along_b else n % _VECTOR == 0
     if not (form_b & ALIGNED and is_third_aligned) or along_a < along_b:
-        return None
-    if (m if along_a else k) < _COMB_COUNT:
         return None
     cycles = {
         shape: _comb_cycles(multiprocessors, m, n, k, along_a, shape)
