@@ -92,10 +92,9 @@ Combs combs_of(ScalarType type, const Lines& lines, int box_lines, bool whole_ve
     const auto ahead = static_cast<int64_t>(reinterpret_cast<uintptr_t>(first) % 16);
     combs.offset[j] = static_cast<int32_t>(ahead / 2);
     int64_t length = lines.length + combs.offset[j];
-    const int64_t begin = whole_vectors && ahead > 0 ? 8 : 0;
     // Where there is no whole vector, none is written, but a map must be of something.
-    if (whole_vectors) length = std::max<int64_t>(length / 8 * 8 - begin, 8);
-    combs.map[j] = map_of_lines(type, first - ahead + 2 * begin, static_cast<uint64_t>(length),
+    if (whole_vectors) length = std::max<int64_t>(length / 8 * 8, 8);
+    combs.map[j] = map_of_lines(type, first - ahead, static_cast<uint64_t>(length),
                                 static_cast<uint64_t>(ceil_div(lines.count - j, kCombs)),
                                 kCombs * lines.stride, box_lines);
   }
@@ -158,9 +157,8 @@ bool set_units(const CombShape& shape, bool along_a, CombArgs& args) {
   const int64_t rows = along_a ? ceil_div(args.m, kCombs) : args.m;  // of a comb, or all
   const int64_t units_of_comb = ceil_div(rows, unit_rows);
   const int64_t units = units_of_comb * (along_a ? kCombs : 1);
-  // Columns begin with the aligned vector that a line begins in.
-  const int64_t before = along_a ? *std::max_element(args.out.offset, args.out.offset + kCombs)
-                                 : args.b.offset[args.order[kCombs - 1]];
+  // Columns begin with the aligned vector that a line of the result begins in.
+  const int64_t before = *std::max_element(args.out.offset, args.out.offset + kCombs);
   const int64_t all_units = units * ceil_div(args.n + before, shape.step_n(along_a));
   if (all_units > kHighestSize) return false;
   args.units_of_comb = static_cast<int32_t>(units_of_comb);

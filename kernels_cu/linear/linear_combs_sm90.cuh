@@ -14,9 +14,9 @@
 //   earlier. Ahead of out's first column lies another line's end: what is beside it is stored
 //   without TMA.
 // - Rows adjacent in both, so that lines are k (wgrad): the product is out's transpose, with x's
-//   rows as columns. All k of one comb follow each other, then the next comb's. In between the sums
-//   move by as many columns as the offset changes, seven times a tile at most. Those that lack a
-//   comb's k, because its tile ended before them, are the next tile's.
+//   rows as columns. All k of one comb follow each other, then the next comb's. Behind each the
+//   sums move by as many columns as the offset falls, to 0 behind the last one: seven times a tile
+//   at most. Those that lack a comb's k, because its tile ended before them, are the next tile's.
 // Lines end, and combs end, where the operand does: beyond that TMA writes zeros, and reads
 // nothing.
 //
@@ -301,12 +301,7 @@ __device__ __forceinline__ void consume(const CombArgs& args, typename L::Shared
           ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot]), pipeline.phase);
           clear_begin<L>(shared.stage[pipeline.slot], consumer, before);
         }
-      } else if (run > 0) {
-        const int moves = uniform(args.b.offset[args.order[run - 1]] - args.b.offset[comb]);
-#pragma unroll 1
-        for (int move = 0; move < moves; ++move) move_by_one<L>(sum);
-      }
-      if constexpr (!L::kAlongA) {
+      } else {
         // Here, too: a fence that only the loop below has makes the compiler wait for each wgmma.
         pin<L>(sum);
         ptx::wgmma_fence();
@@ -327,6 +322,12 @@ __device__ __forceinline__ void consume(const CombArgs& args, typename L::Shared
       ptx::wgmma_wait<0>();
       release<L>(shared, previous, lane);
       pin<L>(sum);
+      if constexpr (!L::kAlongA) {
+        const int next = run + 1 < L::kRuns ? args.b.offset[args.order[run + 1]] : 0;
+        const int moves = uniform(args.b.offset[comb] - next);
+#pragma unroll 1
+        for (int move = 0; move < moves; ++move) move_by_one<L>(sum);
+      }
     }
     tail.finish(tile, sum);
   }

@@ -74,40 +74,44 @@ struct TailOfRows {
     }
   }
 
-  // What a line has of the aligned vector at `first`, which is not all of it: without TMA, which
-  // writes to the rest, too.
-  __device__ __forceinline__ void store_part(const Tile& tile, int row, int first) const {
+  // The columns from `begin` to `end`, of one span: without TMA.
+  __device__ __forceinline__ void store_part(const Tile& tile, int row, int begin, int end) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int rows = min(lines_of(args.m, tile.comb) - row, kCombWarpRows);
-    const int before = args.out.offset[tile.comb];
-    const int column = first + lane % 8;
-    if (column < before || column >= args.n + before) return;
-    auto* out = static_cast<Out*>(args.out_data) + (column - before);
-    const int chunk = first % kCombSpan / 8;
-#pragma unroll
-    for (int r = lane / 8; r < kCombWarpRows; r += 4) {
-      const uint8_t* from = slots[slot] + r * kCombSpanBytes + (chunk ^ r % 8) * 16 + lane % 8 * 2;
-      if (r < rows) {
-        const int64_t line = int64_t{row + r} * kCombs + tile.comb;
-        out[line * args.out_pitch] = *reinterpret_cast<const Out*>(from);
+    auto* out = static_cast<Out*>(args.out_data) - args.out.offset[tile.comb];
+#pragma unroll 1
+    for (int vector = begin / 8 * 8; vector < end; vector += 8) {
+      const int at = vector + lane % 8;
+      const int chunk = vector % kCombSpan / 8;
+#pragma unroll 1
+      for (int r = lane / 8; r < kCombWarpRows; r += 4) {
+        const uint8_t* from = slots[slot] + r * kCombSpanBytes + (chunk ^ r % 8) * 16 + at % 8 * 2;
+        if (begin <= at && at < end && r < rows) {
+          const int64_t line = int64_t{row + r} * kCombs + tile.comb;
+          out[line * args.out_pitch + at] = *reinterpret_cast<const Out*>(from);
+        }
       }
     }
+    __syncwarp();
   }
 
-  // 64 columns of 16 rows, from the slot.
+  // 64 columns of 16 rows, from the slot. TMA writes whole vectors, so the tensor map has those
+  // alone; nor does it take a coordinate ahead of the tensor.
   __device__ __forceinline__ void store(const Tile& tile, int row, int column) const {
     const int before = args.out.offset[tile.comb];
-    // Whole vectors, of which the tensor map is.
-    const int begin = before > 0 ? 8 : 0;
-    const int end = (args.n + before) / 8 * 8;
-    if (threadIdx.x % 32 == 0 && max(column, begin) < end) {
-      ptx::tensor_store(args.out.map[tile.comb], ptx::shared_address(slots[slot]), column - begin,
-                        row);
+    const int end = args.n + before;
+    const int whole_end = end / 8 * 8;
+    const bool is_begin = column == 0 && before > 0;
+    if (is_begin) {
+      store_part(tile, row, before, min(end, kCombSpan));
+    } else {
+      if (threadIdx.x % 32 == 0 && column < whole_end) {
+        ptx::tensor_store(args.out.map[tile.comb], ptx::shared_address(slots[slot]), column, row);
+      }
+      if (whole_end < end && end - column <= kCombSpan) {
+        store_part(tile, row, whole_end, end);
+      }
     }
-    if (column == 0 && before > 0) store_part(tile, row, 0);
-    const bool has_end = column <= end && end < column + kCombSpan && end < args.n + before;
-    if (has_end && end >= begin) store_part(tile, row, end);
-    __syncwarp();
   }
 
   __device__ __forceinline__ void finish(const Tile& tile, const Sums<L>& sum) {
@@ -181,7 +185,6 @@ struct TailOfTransposed {
     constexpr int kUsedBoxes = L::kStepN / kBoxRows;  // of a tile
     const bool is_first = threadIdx.x % 32 == 0;
     const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    const int first_row = tile.n - args.b.offset[args.order[kCombs - 1]];
 #pragma unroll
     for (int j = 0; j < L::kSubtiles; ++j) {
       const int column = tile.m + (consumer * L::kSubtiles + j) * kSubtileM;
@@ -199,7 +202,7 @@ struct TailOfTransposed {
 #pragma unroll 1
           for (int box = warp * kOfWarp; box < min((warp + 1) * kOfWarp, boxes); ++box) {
             ptx::tensor_store(args.out.map[0], ptx::shared_address(at + box * kBoxBytes), column,
-                              first_row + span * kCombSpan + box * kBoxRows);
+                              tile.n + span * kCombSpan + box * kBoxRows);
           }
           ptx::bulk_commit();
         }
