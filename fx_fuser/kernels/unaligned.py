@@ -51,9 +51,9 @@ COMB_TILES = ((128, 256), (128, 192), (256, 192), (128, 240))
 _COMB_COUNT = 8  # of a matrix, each with every eighth line
 _CLUSTER = 2  # blocks, with tiles below each other
 _STAGE_K = 64
-# By shape: cycles of a stage, and of what a tile takes beside its stages. From the times of three
+# By shape: cycles of a stage, and of what a tile takes beside its stages. From the times of six
 # gemms on an H200 (linear/NOTES.md).
-_COMB_CYCLES = ((1140, 3700), (890, 2600), (1660, 6700), (1050, 3600))
+_COMB_CYCLES = ((1140, 3760), (890, 1860), (1660, 5420), (1050, 3600))
 _MOVES = 7 * 700  # cycles of a tile whose sums move between combs
 # Multiply-adds a cycle of a multiprocessor's tensor cores. Of unaligned operands the library's
 # large gemms have at most a sixth of that: nothing slower is built.
@@ -113,13 +113,13 @@ def _comb_cycles(multiprocessors: int, m: int, n: int, k: int, along_a: int, sha
     """By model, which orders the shapes as the clock does: one of them is built."""
     rows, columns = COMB_TILES[shape]
     stage, beside = _COMB_CYCLES[shape]
-    most = _VECTOR - 1  # elements from the aligned vector on that a line begins in
     if along_a:
         height = _COMB_COUNT * _units(-(-m // _COMB_COUNT), rows)
-        width = n + (most if n % _VECTOR else 0)
-        stages = -(-(k + most) // _STAGE_K)
+        # From the aligned vector on that a line begins in.
+        most = _VECTOR - 1
+        width, stages = n + (most if n % _VECTOR else 0), -(-(k + most) // _STAGE_K)
     else:  # the result's transpose, whose columns are x's rows
-        height, width, columns = _units(n, rows), m + most, columns - _VECTOR
+        height, width, columns = _units(n, rows), m, columns - _VECTOR
         stages, beside = _COMB_COUNT * -(-k // (_COMB_COUNT * _STAGE_K)), beside + _MOVES
     units = height * -(-width // columns)
     return -(-units // (multiprocessors // _CLUSTER)) * (stages * stage + beside)

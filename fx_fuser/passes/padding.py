@@ -9,7 +9,8 @@ So an operand gets zeros behind its rows or columns, the gemm runs at the padded
 readers get a slice of the result. The zeros are `constant_pad_nd`, a pointwise operation: Inductor
 computes it in the kernel that makes the operand, so a matrix that only gemms read is never copied.
 One padded twin serves all gemms that read a matrix, transposed or not. A gemm whose result the
-graph returns is left where a slice of it would have gaps.
+graph returns is not padded where a slice of it would have gaps. A kernel for unaligned operands
+(`fx_fuser.passes.unaligned`) needs neither zeros nor slices: it runs where it is faster.
 
 Inductor's own pass (`torch/_inductor/fx_passes/pad_mm.py`) pads for the same reason. It runs after
 this one and pads what is left. It pads a transposed operand by a transposing copy, so that the

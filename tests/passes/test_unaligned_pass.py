@@ -135,7 +135,8 @@ UNITS = 132  # multiprocessors
     "sizes, forms, expected",
     [
         # A head of 50257 columns and 8192 tokens: the fastest shapes of an H200.
-        ((8192, 50257, 768), (MATRIX, MATRIX), (0, 1, 1)),
+        ((8192, 50257, 768), (MATRIX, MATRIX), (1, 1, 1)),
+        ((8192, 50257, 4096), (MATRIX, MATRIX), (2, 1, 1)),
         ((8192, 768, 50257), (ALONG_K, ALIGNED), (2, 1, 0)),
         ((8192, 4096, 50257), (ALONG_K, ALIGNED), (0, 1, 0)),
         ((50257, 768, 8192), (0, ALIGNED), (3, 0, 0)),
