@@ -110,7 +110,7 @@ def comb_family(
 
 
 def _comb_cycles(multiprocessors: int, m: int, n: int, k: int, along_a: int, shape: int) -> int:
-    """By model, which orders the shapes as the clock does: one of them is built."""
+    """By a model that finds the fastest shape of each gemm that was measured: it alone is built."""
     rows, columns = COMB_TILES[shape]
     stage, beside = _COMB_CYCLES[shape]
     if along_a:

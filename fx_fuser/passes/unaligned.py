@@ -98,8 +98,8 @@ def put(graph: Graph, node: Node, spec: KernelSpec) -> None:
         order = [*range(rank - 2), rank - 1, rank - 2]
         rows = call(graph, node, _aten.permute.default, right, order)
         sizes = list(spec.family.sizes)
-        with_it = None if is_apart else bias
-        made = call(graph, node, PRODUCT, left, rows, with_it, spec.name, sizes)
+        fused = None if is_apart else bias
+        made = call(graph, node, PRODUCT, left, rows, fused, spec.name, sizes)
         if is_apart:
             made = call(graph, node, _aten.add.Tensor, made, bias)
     node.replace_all_uses_with(made)
