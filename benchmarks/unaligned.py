@@ -4,10 +4,12 @@
 
 GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data; each
 result is compared with float64's. `ours`: linear_unaligned.cuh, with the tile that is taken, and
-by tile. `combs`: linear_combs_sm90.cuh, with the fastest shape, and by shape. `library`: torch's
-gemm of the same operands. `aligned`: of the nearest larger sizes that are multiples of 8. `padded`:
-that behind copies that pad both dimensions where one is odd. `bytes`: reading and writing
-everything once. `python -m pytest tests/kernels/test_unaligned.py` checks the kernel.
+by tile. `combs`: linear_combs_sm90.cuh, with the shape that is taken, and by shape. `library`:
+torch's gemm of the same operands. `aligned`: of the nearest larger sizes that are multiples of 8.
+`padded`: that behind copies that pad both dimensions where one is odd. `bytes`: reading and writing
+everything once. `goal`: the faster kernel's share of what it is compared with, and at most which is
+wanted. `python -m pytest tests/kernels/test_unaligned.py tests/kernels/test_combs.py` checks the
+kernels.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Gemm:
     n: int
     left_transposed: bool = False
     right_transposed: bool = False
+    goal: tuple[str, float] | None = None
 
     def factor(self, rows: int, columns: int, transposed: bool, unit: int) -> Tensor:
         rows, columns = (-(-size // unit) * unit for size in (rows, columns))
@@ -74,14 +77,17 @@ class Gemm:
         return {t: unaligned.gemm_of(f, torch.bfloat16) for t, f in families.items()}
 
     def comb_specs(self, shapes: Sequence[int]) -> dict[int, KernelSpec]:
-        """By shape; of gemms that are large, and whose right factor TMA takes."""
-        pitch = self.k if self.right_transposed else self.n
-        form = int(not self.left_transposed), int(self.right_transposed)
-        both = self.left_transposed and self.right_transposed
-        if self.batches > 1 or pitch % 8 or min(self.m, self.n) <= 64 or both:
+        """By shape, the one that is taken first; none of gemms that combs do not take."""
+        with FakeTensorMode():
+            left, right = self.factors()
+        forms = [unaligned.form_of(f.shape, f.stride()) for f in (left, right.mT)]
+        sizes: tuple[Any, ...] = (self.m, self.n, self.k, *forms)
+        taken = unaligned.comb_family(limits.of(CUDA).multiprocessors, *sizes)
+        if taken is None or self.batches > 1:
             return {}
-        taken = [shape for shape in shapes if unaligned.comb_takes(shape, form[0])]
-        families = {shape: unaligned.combs(shape, *form) for shape in taken}
+        first, *form = taken.sizes
+        able = (shape for shape in shapes if unaligned.comb_takes(shape, form[0]))
+        families = {shape: unaligned.combs(shape, *form) for shape in (first, *able)}
         return {i: unaligned.gemm_of(f, torch.bfloat16) for i, f in families.items()}
 
     @property
@@ -89,23 +95,24 @@ class Gemm:
         return 2 * self.batches * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
+_OF_ALIGNED, _OF_LIBRARY = ("aligned", 1.25), ("library", 0.7)
 GEMMS = (
-    Gemm("head, forward", 1, 8192, 768, 50257, right_transposed=True),
-    Gemm("head, dgrad", 1, 8192, 50257, 768),
-    Gemm("head, wgrad", 1, 50257, 8192, 768, left_transposed=True),
+    Gemm("head, forward", 1, 8192, 768, 50257, right_transposed=True, goal=_OF_ALIGNED),
+    Gemm("head, dgrad", 1, 8192, 50257, 768, goal=_OF_ALIGNED),
+    Gemm("head, wgrad", 1, 50257, 8192, 768, left_transposed=True, goal=_OF_ALIGNED),
     Gemm("aligned head, forward", 1, 8192, 768, 50264, right_transposed=True),
     Gemm("aligned head, dgrad", 1, 8192, 50264, 768),
     Gemm("aligned head, wgrad", 1, 50264, 8192, 768, left_transposed=True),
-    Gemm("wide head, forward", 1, 8192, 4096, 50257, right_transposed=True),
-    Gemm("wide head, dgrad", 1, 8192, 50257, 4096),
-    Gemm("wide head, wgrad", 1, 50257, 8192, 4096, left_transposed=True),
-    Gemm("interaction", 32768, 27, 64, 27, right_transposed=True),
+    Gemm("wide head, forward", 1, 8192, 4096, 50257, right_transposed=True, goal=_OF_ALIGNED),
+    Gemm("wide head, dgrad", 1, 8192, 50257, 4096, goal=_OF_ALIGNED),
+    Gemm("wide head, wgrad", 1, 50257, 8192, 4096, left_transposed=True, goal=_OF_ALIGNED),
+    Gemm("interaction", 32768, 27, 64, 27, right_transposed=True, goal=_OF_LIBRARY),
     Gemm("interaction, dgrad", 32768, 27, 27, 64),
-    Gemm("window scores", 12288, 49, 32, 49, right_transposed=True),
+    Gemm("window scores", 12288, 49, 32, 49, right_transposed=True, goal=_OF_LIBRARY),
     Gemm("window values", 12288, 49, 49, 32),
     Gemm("window, dv", 12288, 49, 49, 32, left_transposed=True),
-    Gemm("197 scores", 768, 197, 64, 197, right_transposed=True),
-    Gemm("197 values", 768, 197, 197, 64),
+    Gemm("197 scores", 768, 197, 64, 197, right_transposed=True, goal=_OF_LIBRARY),
+    Gemm("197 values", 768, 197, 197, 64, goal=_OF_LIBRARY),
     Gemm("197, dv", 768, 197, 197, 64, left_transposed=True),
     Gemm("415 columns", 1, 32768, 415, 512, right_transposed=True),
     Gemm("415 columns, dgrad", 1, 32768, 512, 415),
@@ -176,10 +183,19 @@ def timed(gemm: Gemm, shapes: Sequence[int]) -> dict[str, Any]:
     timers = {name: functools.partial(_median, call) for name, call in calls.items()}
     ms = measure.interleaved(timers, 3)
     ms["ours"] = ms[f"tile {next(iter(specs))}"]
-    ms["combs"] = min((ms[f"comb {shape}"] for shape in comb_specs), default=float("nan"))
+    ms["combs"] = ms[f"comb {next(iter(comb_specs))}"] if comb_specs else float("nan")
     limit = 1e3 * gemm.bytes / limits.of(CUDA).bandwidth
     return {"gemm": gemm.name, "sizes": [gemm.batches, gemm.m, gemm.k, gemm.n], **ms,
             "bytes": limit, "error": error, "library_error": theirs}  # fmt: skip
+
+
+def share(gemm: Gemm, row: dict[str, Any]) -> str:
+    """Of the time that it is compared with, and the goal."""
+    if gemm.goal is None:
+        return ""
+    rival, most = gemm.goal
+    took = min(row["ours"], row["combs"]) / row[rival]
+    return f"{took:.2f} {'≤' if took <= most else '> !'} {most} {rival}"
 
 
 def main() -> int:
@@ -187,7 +203,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
     known = range(len(unaligned.COMB_TILES))
-    parser.add_argument("--shapes", type=int, nargs="*", default=known, help="of combs")
+    parser.add_argument("--shapes", type=int, nargs="*", default=known, help="of combs, to compare")
     options = parser.parse_args()
     gemms = [gemm for gemm in GEMMS if options.only in gemm.name]
     specs = [[*gemm.specs().values(), *gemm.comb_specs(options.shapes).values()] for gemm in gemms]
@@ -198,9 +214,10 @@ def main() -> int:
         [row["gemm"], *(f"{row[n]:.4f}" for n in columns),
          f"{row['library'] / row['ours']:.2f}×", f"{row['ours'] / row['aligned']:.2f}",
          f"{row['combs'] / row['aligned']:.2f}",
+         share(gemm, row),
          *(" ".join(f"{n[5:]}: {row[n]:.4f}" for n in row if n.startswith(kind))
            for kind in ("tile", "comb "))]
-        for row in rows
+        for gemm, row in zip(gemms, rows, strict=True)
     ]  # fmt: skip
     head = [
         "",
@@ -208,6 +225,7 @@ def main() -> int:
         "library/ours",
         "ours/aligned",
         "combs/aligned",
+        "goal",
         "by tile",
         "by shape of combs",
     ]

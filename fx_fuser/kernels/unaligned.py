@@ -2,8 +2,8 @@
 
 The library has fast kernels for rows of a multiple of 16 bytes only. No site is found for it:
 `fx_fuser.passes.padding` puts it into Inductor's graphs. kernels_cu/linear/linear_unaligned.cuh,
-launched by kernels_cu/host/linear_unaligned.h. For large gemms there is one by TMA and wgmma,
-linear_combs_sm90.cuh, which no pass offers until it has been timed on a GPU.
+launched by kernels_cu/host/linear_unaligned.h, is for gemms that are bandwidth-bound; for others
+there is one by TMA and wgmma on Hopper, linear_combs_sm90.cuh, launched by linear_combs.h.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fx_fuser.kernels.base import SIXTEEN_BITS, Case, Kernel, example, known_siz
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 UNALIGNED = "unaligned"
+COMBS = "combs"
 # A block's tile of the result, rows by columns: those of kUnalignedShapes, which the contract of
 # kernels_cu/host/contract.h compares when the shim is loaded.
 TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128))
@@ -44,8 +45,20 @@ def unaligned(shape: int, step_k: int, form_a: int, form_b: int) -> Family:
     )
 
 
+_COMBS_LOADER = "linear_combs"
 # Of kCombShapes: rows and columns of a block's tile.
 COMB_TILES = ((128, 256), (128, 192), (256, 192), (128, 240))
+_COMB_COUNT = 8  # of a matrix, each with every eighth line
+_CLUSTER = 2  # blocks, with tiles below each other
+_STAGE_K = 64
+# By shape: cycles of a stage, and of what a tile takes beside its stages. From the times of six
+# gemms on an H200 (linear/NOTES.md).
+_COMB_CYCLES = ((1140, 3760), (890, 1860), (1660, 5420), (1050, 3600))
+_MOVES = 7 * 700  # cycles of a tile whose sums move between combs
+# Multiply-adds a cycle of a multiprocessor's tensor cores. Of unaligned operands the library's
+# large gemms have at most a sixth of that: nothing slower is built.
+_RATE = 2048
+_LEAST_SHARE = 1 / 6
 
 
 def comb_takes(shape: int, along_a: int) -> bool:
@@ -60,10 +73,61 @@ def combs(shape: int, along_a: int, along_b: int) -> Family:
     return Family(
         "linear/linear_combs_sm90.cuh",
         "FX_FUSER_LINEAR_COMBS",
-        "linear_combs",
+        _COMBS_LOADER,
         "sm_90a",
         sizes=(shape, along_a, along_b),
     )
+
+
+def is_by_combs(family: Family) -> bool:
+    return family.loader == _COMBS_LOADER
+
+
+def family_of_sizes(sizes: Sequence[int]) -> Family:
+    """Which of the two families has so many."""
+    return combs(*sizes) if len(sizes) == 3 else unaligned(*sizes)
+
+
+def comb_family(
+    multiprocessors: int, m: int, n: int, k: int, form_a: int, form_b: int
+) -> Family | None:
+    """The main loop of x weightᵀ into a new row-major result. None where the kernel does not take
+    these operands (`set_factors` of the host's file), or would leave the tensor cores idle, as of
+    fewer lines than combs."""
+    along_a, along_b = form_a & ALONG_K, form_b & ALONG_K
+    is_third_aligned = form_a & ALIGNED if along_b else n % _VECTOR == 0
+    if not (form_b & ALIGNED and is_third_aligned) or along_a < along_b:
+        return None
+    cycles = {
+        shape: _comb_cycles(multiprocessors, m, n, k, along_a, shape)
+        for shape in range(len(COMB_TILES))
+        if comb_takes(shape, along_a)
+    }
+    fastest = min(cycles, key=cycles.__getitem__)
+    if m * n * k < _LEAST_SHARE * _RATE * multiprocessors * cycles[fastest]:
+        return None
+    return combs(fastest, along_a, along_b)
+
+
+def _comb_cycles(multiprocessors: int, m: int, n: int, k: int, along_a: int, shape: int) -> int:
+    """By a model that finds the fastest shape of each gemm that was measured: it alone is built."""
+    rows, columns = COMB_TILES[shape]
+    stage, beside = _COMB_CYCLES[shape]
+    if along_a:
+        height = _COMB_COUNT * _units(-(-m // _COMB_COUNT), rows)
+        # From the aligned vector on that a line begins in.
+        most = _VECTOR - 1
+        width, stages = n + (most if n % _VECTOR else 0), -(-(k + most) // _STAGE_K)
+    else:  # the result's transpose, whose columns are x's rows
+        height, width, columns = _units(n, rows), m, columns - _VECTOR
+        stages, beside = _COMB_COUNT * -(-k // (_COMB_COUNT * _STAGE_K)), beside + _MOVES
+    units = height * -(-width // columns)
+    return -(-units // (multiprocessors // _CLUSTER)) * (stages * stage + beside)
+
+
+def _units(lines: int, rows: int) -> int:
+    """Tiles of a cluster, below each other."""
+    return -(-lines // (_CLUSTER * rows))
 
 
 def shape_for(m: int, n: int) -> int:
@@ -116,7 +180,7 @@ def is_bandwidth_bound(m: int, n: int, k: int) -> bool:
 
 class Unaligned(Kernel):
     name = UNALIGNED
-    sites = "bandwidth-bound 16-bit gemms of odd sizes"
+    sites = "16-bit gemms of odd sizes"
     dtypes = SIXTEEN_BITS
 
     def takes(self, case: Case) -> bool:

@@ -63,7 +63,8 @@ def handle_of(spec: KernelSpec, tensor: Tensor) -> int:
 
 def runs_on(spec: KernelSpec, device: torch.device | str | int) -> bool:
     """Is there such a kernel for the architecture of this device?"""
-    return spec.family.arch in (None, binaries.arch_of(torch.device(device)))
+    arch = spec.family.arch
+    return arch is None or arch == binaries.arch_of(torch.device(device))
 
 
 def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> None:

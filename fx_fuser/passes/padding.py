@@ -9,7 +9,8 @@ So an operand gets zeros behind its rows or columns, the gemm runs at the padded
 readers get a slice of the result. The zeros are `constant_pad_nd`, a pointwise operation: Inductor
 computes it in the kernel that makes the operand, so a matrix that only gemms read is never copied.
 One padded twin serves all gemms that read a matrix, transposed or not. A gemm whose result the
-graph returns is left where a slice of it would have gaps.
+graph returns is not padded where a slice of it would have gaps. A kernel for unaligned operands
+(`fx_fuser.passes.unaligned`) needs neither zeros nor slices: it runs where it is faster.
 
 Inductor's own pass (`torch/_inductor/fx_passes/pad_mm.py`) pads for the same reason. It runs after
 this one and pads what is left. It pads a transposed operand by a transposing copy, so that the
@@ -84,23 +85,28 @@ class Padding(GemmPass):
         found = [gemm for node in graph.nodes if (gemm := _Gemm.of(node, self.on_cpu))]
         if not self.on_cpu:
             found = _with_kernels(found, self.strict)
-        return functools.partial(self._replace, _Twins(graph), {gemm.node: gemm for gemm in found})
+        gemms = {gemm.node: gemm for gemm in found}
+        # Once, before the first one is replaced, and where a failure leaves gemms alone.
+        choose = functools.cache(functools.partial(_chosen, gemms, self.on_cpu))
+        return functools.partial(self._replace, _Twins(graph), gemms, choose)
 
-    def _replace(self, twins: _Twins, gemms: dict[Node, _Gemm], node: Node) -> str | None:
+    def _replace(
+        self,
+        twins: _Twins,
+        gemms: dict[Node, _Gemm],
+        choose: Callable[[], dict[Node, str | None]],
+        node: Node,
+    ) -> str | None:
         gemm = gemms.get(node)
-        if gemm is None:
+        chosen = gemm and choose()[node]
+        if gemm is None or chosen is None:
             return None
-        may_be_padded = {node for node, other in gemms.items() if other.pads}
-        free = [_is_free(f, may_be_padded) for f in gemm.factors]
-        chosen = _fastest(gemm, free) if not self.on_cpu else PADDED if gemm.pads else UNALIGNED
         if chosen == PADDED:
             gemm.replace(twins)
             return ""
-        if chosen == UNALIGNED:
-            assert gemm.spec is not None
-            unaligned.put(node.graph, node, gemm.spec)
-            return unaligned.SUFFIX
-        return None
+        assert gemm.spec is not None
+        unaligned.put(node.graph, node, gemm.spec)
+        return f"_{unaligned.name_of(gemm.spec)}"
 
 
 def settings(gm: GraphModule, options: Options) -> dict[str, Any]:
@@ -352,19 +358,38 @@ def _with_kernels(gemms: Sequence[_Gemm], strict: bool) -> list[_Gemm]:
     return [gemm for gemm in found if gemm.pads or gemm.spec]
 
 
+def _chosen(gemms: dict[Node, _Gemm], on_cpu: bool) -> dict[Node, str | None]:
+    """How to compute each. If one that reads an operand is not padded, the operand is written
+    twice, and its zeros are not free to the others: so they are asked again."""
+    padded = {node for node, gemm in gemms.items() if gemm.pads}
+    if on_cpu:
+        return {node: PADDED if node in padded else UNALIGNED for node in gemms}
+    while True:
+        chosen = {
+            node: _fastest(gemm, [_is_free(f, padded) for f in gemm.factors])
+            for node, gemm in gemms.items()
+        }
+        left = {node for node in padded if chosen[node] == PADDED}
+        if left == padded:
+            return chosen
+        padded = left
+
+
 def _fastest(gemm: _Gemm, free: Sequence[bool]) -> str | None:
     """The way to compute it; None: the library's. A padded gemm has a copy of each operand that is
     not free."""
     if _is_small(gemm):
         return None
     left, right = gemm.forms
-    key = ("16 bits", str(left), str(right), gemm.zeros, gemm.spec and gemm.spec.name, *free)
+    adds = unaligned.adds(gemm.node)
+    key = ("16 bits", str(left), str(right), gemm.zeros, gemm.spec and gemm.spec.name, adds, *free)
     times = contest.times(key, functools.partial(_candidates, gemm, free), left.device)
     if isinstance(times, str):
         return None
     library, padded, *fused = (took.gpu for took in times)
-    log.info("%s @ %s: library %.4g ms, padded %.4g, unaligned %s",
-             left.size, right.size, library, padded, fused)  # fmt: skip
+    log.info("%s @ %s: library %.4g ms, padded %.4g, %s %s",
+             left.size, right.size, library, padded, gemm.spec and unaligned.name_of(gemm.spec),
+             fused)  # fmt: skip
     # Where a reduction comes before the operand, the kernel that pads reads its input once more.
     read = sum(math.prod(form.size) for form, is_free in zip(gemm.forms, free) if is_free)
     in_place = padded + 1e3 * read * left.dtype.itemsize / limits.of(left.device).bandwidth
@@ -398,8 +423,8 @@ def _candidates(gemm: _Gemm, free: Sequence[bool]) -> list[Candidate]:
     made = [library, padded]
     bench_ops.compare(made, PADDED, forms[0].dtype)
     if gemm.spec is not None:
-        made.append(unaligned.candidate(gemm.spec, *values))
-        bench_ops.compare(made, UNALIGNED, forms[0].dtype)
+        made.append(unaligned.candidate(gemm.spec, unaligned.adds(gemm.node), *values))
+        bench_ops.compare(made, unaligned.name_of(gemm.spec), forms[0].dtype)
     return [*map(Candidate, made)]
 
 

@@ -1,6 +1,6 @@
-"""16-bit gemms of Inductor's graph by the kernel for unaligned operands.
+"""16-bit gemms of Inductor's graph by the kernels for unaligned operands.
 
-`fx_fuser.passes.padding` looks at each of them, pads it, gives it to this kernel or leaves it,
+`fx_fuser.passes.padding` looks at each of them, pads it, gives it to a kernel or leaves it,
 whichever is faster. Kernels are for forms of operands, which only the graph tells, and if
 Inductor's cache has the graph, no pass sees it: then the op asks for its kernel when it first runs.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,32 +17,51 @@ from torch.fx import Graph, Node
 
 from fx_fuser.errors import BuildError
 from fx_fuser.kernels.base import SIXTEEN_BITS
-from fx_fuser.kernels.unaligned import family_for, form_of, gemm_of, is_bandwidth_bound, unaligned
-from fx_fuser.native import load
+from fx_fuser.kernels.unaligned import (
+    COMBS,
+    UNALIGNED,
+    comb_family,
+    family_for,
+    family_of_sizes,
+    form_of,
+    gemm_of,
+    is_bandwidth_bound,
+    is_by_combs,
+)
+from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.passes.gemm_pass import GEMMS, call
 from fx_fuser.planning.bench_ops import TensorForm
 
-SUFFIX = "_unaligned"  # of the operation's name in the counters
 _aten = torch.ops.aten
 PRODUCT = torch.ops.fx_fuser.unaligned_product.default
 
 
+def name_of(spec: KernelSpec) -> str:
+    """As counters and messages call its kernel."""
+    return COMBS if is_by_combs(spec.family) else UNALIGNED
+
+
 def spec_for(node: Node, left: TensorForm, right: TensorForm) -> KernelSpec | None:
-    """The kernel of left [*, M, K] @ right [*, K, N]; None where it does not take the gemm,
-    or the library is faster behind copies that pad."""
+    """The kernel of left [*, M, K] @ right [*, K, N]; None where none takes the gemm, or the
+    library is faster."""
     if left.dtype not in SIXTEEN_BITS or node.kwargs or not _adds_bias(node, right):
         return None
     if len(left.size) != len(right.size) or len(left.size) > 3:
         return None
     (m, k), n = left.size[-2:], right.size[-1]
-    if not is_bandwidth_bound(m, n, k):
+    forms = [form_of(f.size, f.stride, f.offset) for f in (left, _transposed(right))]
+    if None in forms:
         return None
-    factors = left, _transposed(right)
-    rows = [form_of(form.size, form.stride, form.offset) for form in factors]
-    if None in rows:
+    sizes: tuple[Any, ...] = (m, n, k, *forms)
+    if is_bandwidth_bound(m, n, k):
+        return gemm_of(family_for(*sizes), left.dtype)
+    if len(left.size) > 2:
         return None
-    return gemm_of(family_for(m, n, k, *rows), left.dtype)  # type: ignore[arg-type]
+    # A CPU (`cpu_ops`) stands for the GPU that has the kernel.
+    gpu = limits.of(left.device) if left.device.type == "cuda" else limits.H200
+    family = comb_family(gpu.multiprocessors, *sizes)
+    return gemm_of(family, left.dtype) if family else None
 
 
 def _transposed(form: TensorForm) -> TensorForm:
@@ -49,9 +69,13 @@ def _transposed(form: TensorForm) -> TensorForm:
     return TensorForm(size, stride, form.dtype, form.device, form.offset)
 
 
+def adds(node: Node) -> bool:
+    return GEMMS[node.target][0] > 0
+
+
 def _adds_bias(node: Node, right: TensorForm) -> bool:
     """Does it add nothing, or a vector of a matrix's columns?"""
-    if not GEMMS[node.target][0]:
+    if not adds(node):
         return True
     if len(right.size) > 2:
         return False
@@ -63,23 +87,37 @@ def _adds_bias(node: Node, right: TensorForm) -> bool:
 
 
 def put(graph: Graph, node: Node, spec: KernelSpec) -> None:
-    """Replace the gemm by the kernel."""
+    """Replace the gemm by the kernel. The one by combs adds no bias: as Inductor does where it
+    fuses what reads an `addmm`, it is added to the rounded product."""
     left, right = (node.args[i] for i in GEMMS[node.target])
     assert isinstance(right, Node)
-    bias = node.args[0] if GEMMS[node.target][0] else None
+    bias = node.args[0] if adds(node) else None
+    is_apart = bias is not None and is_by_combs(spec.family)
     with graph.inserting_before(node):
         rank = right.meta["val"].ndim
         order = [*range(rank - 2), rank - 1, rank - 2]
         rows = call(graph, node, _aten.permute.default, right, order)
         sizes = list(spec.family.sizes)
-        made = call(graph, node, PRODUCT, left, rows, bias, spec.name, sizes)
+        fused = None if is_apart else bias
+        made = call(graph, node, PRODUCT, left, rows, fused, spec.name, sizes)
+        if is_apart:
+            made = call(graph, node, _aten.add.Tensor, made, bias)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
-def candidate(spec: KernelSpec, left: Tensor, right: Tensor) -> Callable[[], Sequence[Tensor]]:
+def candidate(
+    spec: KernelSpec, adds: bool, left: Tensor, right: Tensor
+) -> Callable[[], Sequence[Tensor]]:
+    """adds: a bias, for which combs need a pass of its own where nothing is fused with it."""
     sizes = list(spec.family.sizes)
-    return lambda: (PRODUCT(left, right.mT, None, spec.name, sizes),)
+    apart = right.new_zeros(right.shape[-1]) if adds and is_by_combs(spec.family) else None
+
+    def run() -> Sequence[Tensor]:
+        made = PRODUCT(left, right.mT, None, spec.name, sizes)
+        return (made if apart is None else made.add_(apart),)
+
+    return run
 
 
 _failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
@@ -88,13 +126,14 @@ _failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
 def loaded(
     specs: Sequence[KernelSpec], device: torch.device, strict: bool = False
 ) -> set[KernelSpec]:
-    """Builds and loads the kernels, all at once; those that are there. One warning names what does
-    not build, which is not tried again.
+    """Builds and loads the kernels that the device has, all at once; those that are there. One
+    warning names what does not build, which is not tried again.
 
     Raises:
         BuildError: strict, and one does not build.
     """
-    wanted = [spec for spec in specs if (spec, device) not in _failed]
+    has = [spec for spec in specs if load.runs_on(spec, device)]
+    wanted = [spec for spec in has if (spec, device) not in _failed]
     try:
         load.prepare(wanted, device)
         return set(wanted)
@@ -120,7 +159,7 @@ _LIBRARY.define("load_unaligned(Tensor a, int[] sizes) -> ()")
 
 def _load(a: Tensor, sizes: Sequence[int]) -> None:
     try:
-        loaded([gemm_of(unaligned(*sizes), a.dtype)], a.device)
+        loaded([gemm_of(family_of_sizes(sizes), a.dtype)], a.device)
     except Exception as error:
         warnings.warn(
             f"fx_fuser leaves a 16-bit gemm to the library: {type(error).__name__}: {error}; "

@@ -180,8 +180,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "padding: a compute-bound gemm that cannot be padded stays",
         "passes/unaligned.py",
-        "if not is_bandwidth_bound(m, n, k):",
-        "if False:",
+        "if is_bandwidth_bound(m, n, k):",
+        "if True:",
         (f"{PADDING}::test_a_result_that_is_returned_is_not_padded[64-512-True]",),
     ),
     (
@@ -232,6 +232,34 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "min(library, padded)",
         "library",
         (f"{UNALIGNED}::test_the_fastest_is_taken",),
+    ),
+    (
+        "padding: zeros are free only where all readers of the operand are padded",
+        "passes/padding.py",
+        "if left == padded:",
+        "if True:",
+        (f"{UNALIGNED}::test_padding_is_free_only_if_all_readers_are_padded[None]",),
+    ),
+    (
+        "combs: the matrix along which the offsets move is aligned",
+        "kernels/unaligned.py",
+        "form_b & ALIGNED and is_third_aligned",
+        "form_b & ALIGNED",
+        (f"{UNALIGNED}::test_gemms_by_combs",),
+    ),
+    (
+        "combs: none where most of the tensor cores are idle",
+        "kernels/unaligned.py",
+        "_LEAST_SHARE * _RATE * multiprocessors",
+        "0 * multiprocessors",
+        (f"{UNALIGNED}::test_gemms_by_combs",),
+    ),
+    (
+        "combs: a bias is added to what they make",
+        "passes/unaligned.py",
+        "is_apart = bias is not None and is_by_combs(spec.family)",
+        "is_apart = False",
+        (f"{UNALIGNED}::test_a_heads_gemms_on_the_emulator",),
     ),
     (
         "padding: in the order of the operand's memory",

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emulator.device import EmulatedGpu, in_place_of_cuda
-from test_padding import BF16, check, compiled, leaf, own_caches  # noqa: F401
+from test_padding import BF16, check, compiled, leaf, own_caches, wide  # noqa: F401
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.fx import Graph
+from torch.fx import Graph, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_fuser.errors import BuildError
 from fx_fuser.kernels import unaligned
@@ -65,6 +66,24 @@ def test_values_gradients_and_strides(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "f, sizes, expected",
+    [
+        (linear, ((512, 392), (401, 392)), {"mm": 2, "mm_combs": 1}),
+        (with_bias, ((512, 392), (401, 392), (401,)), {"mm": 2, "addmm_combs": 1}),
+    ],
+)
+def test_a_large_gemm_whose_result_is_returned(
+    monkeypatch: pytest.MonkeyPatch, f: Callable[..., Tensor], sizes: Any, expected: dict[str, int]
+) -> None:
+    """By combs, with the strides of eager mode; for so few tiles only here."""
+    monkeypatch.setattr(unaligned, "_LEAST_SHARE", 0)
+    torch.manual_seed(0)
+    check(f, *(leaf(*size, scale=0.05) for size in sizes))
+    assert counters[padding.COUNTERS] == expected
+
+
+@pytest.mark.slow
 def test_what_it_does_not_take() -> None:
     """A matrix that is added; operands of which neither rows nor k are adjacent."""
 
@@ -108,6 +127,47 @@ def test_forms(size: Sequence[int], stride: Sequence[int], offset: int, form: in
     assert unaligned.form_of(size, stride, offset) == form
 
 
+MATRIX = ALONG_K | ALIGNED
+UNITS = 132  # multiprocessors
+
+
+@pytest.mark.parametrize(
+    "sizes, forms, expected",
+    [
+        # A head of 50257 columns and 8192 tokens: the fastest shapes of an H200.
+        ((8192, 50257, 768), (MATRIX, MATRIX), (1, 1, 1)),
+        ((8192, 50257, 4096), (MATRIX, MATRIX), (2, 1, 1)),
+        ((8192, 768, 50257), (ALONG_K, ALIGNED), (2, 1, 0)),
+        ((8192, 4096, 50257), (ALONG_K, ALIGNED), (0, 1, 0)),
+        ((50257, 768, 8192), (0, ALIGNED), (3, 0, 0)),
+        # The offsets of one matrix move along another one, which must be aligned, as its weight is.
+        ((8192, 50257, 768), (ALONG_K, MATRIX), None),
+        ((8192, 50257, 768), (MATRIX, ALONG_K), None),
+        ((8192, 769, 50257), (ALONG_K, ALIGNED), None),
+        ((8192, 768, 50257), (ALONG_K, 0), None),
+        ((50257, 769, 8192), (0, ALIGNED), None),
+        ((50257, 768, 8192), (0, MATRIX), None),
+        # Tiles of 128 rows of each eighth line: most of them empty.
+        ((64, 50257, 768), (MATRIX, MATRIX), None),
+    ],
+)
+def test_gemms_by_combs(sizes: Any, forms: Any, expected: Sequence[int] | None) -> None:
+    family = unaligned.comb_family(UNITS, *sizes, *forms)
+    assert (family and family.sizes) == expected
+    if family is not None:
+        assert unaligned.family_of_sizes(family.sizes) == family
+
+
+@pytest.mark.parametrize("arch, there", [("sm_90a", True), ("sm_100a", False)])
+def test_a_kernel_that_the_gpu_has_not_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, arch: str, there: bool
+) -> None:
+    spec = unaligned.gemm_of(unaligned.combs(0, 1, 1), BF16)
+    monkeypatch.setattr(load.binaries, "arch_of", lambda _: arch)
+    monkeypatch.setattr(load, "prepare", lambda *_: None)
+    assert unaligned_pass.loaded([spec], torch.device("cuda", 0)) == ({spec} if there else set())
+
+
 @pytest.mark.parametrize(
     "times, pads, expected",
     [
@@ -127,7 +187,8 @@ def test_the_fastest_is_taken(
     forms = [TensorForm((4096, *size), (size[0] * size[1], size[1], 1), BF16, gpu)
              for size in ((49, 32), (32, 49))]  # fmt: skip
     spec = unaligned.gemm_of(unaligned.unaligned(3, 32, 3, 2), BF16) if len(times) == 3 else None
-    gemm: Any = padding._Gemm(None, tuple(forms), (0, 0, 7), pads, spec)  # type: ignore[arg-type]
+    (node,) = products(Graph(), 1)
+    gemm: Any = padding._Gemm(node, tuple(forms), (0, 0, 7), pads, spec)  # type: ignore[arg-type]
     monkeypatch.setattr(padding, "is_small", lambda *_: False)
     monkeypatch.setattr(padding.contest, "times", lambda *_: [Timing(ms) for ms in times])
     monkeypatch.setattr(padding.limits, "of", lambda _: padding.limits.H200)
@@ -195,13 +256,36 @@ def test_gemms_keep_only_kernels_that_are_there(monkeypatch: Any, pads: bool) ->
             assert [g.spec for g in found] == ([None] if pads else [])
 
 
-def test_readers_that_keep_an_operand_unpadded_make_a_copy_of_it_dear() -> None:
-    graph = Graph()
+def products(graph: Graph, count: int) -> list[Node]:
+    """Of what a pointwise operation makes, and its argument."""
     x = graph.placeholder("x")
     made = graph.call_function(torch.ops.aten.sin.default, (x,))
-    gemms = [graph.call_function(torch.ops.aten.mm.default, (made, x)) for _ in range(2)]
+    return [graph.call_function(torch.ops.aten.mm.default, (made, x)) for _ in range(count)]
+
+
+def test_readers_that_keep_an_operand_unpadded_make_a_copy_of_it_dear() -> None:
+    gemms = products(Graph(), 2)
+    made: Any = gemms[0].args[0]
     assert padding._is_free(made, set(gemms))
     assert not padding._is_free(made, {gemms[0]})
+
+
+@pytest.mark.parametrize("first", [padding.PADDED, padding.UNALIGNED, None])
+def test_padding_is_free_only_if_all_readers_are_padded(
+    monkeypatch: pytest.MonkeyPatch, first: str | None
+) -> None:
+    """A head's gradient of the logits would be written twice, for two gemms."""
+    one, other = products(Graph(), 2)
+    form = TensorForm((490, 491), (491, 1), BF16, torch.device("cpu"))
+    gemms = {n: padding._Gemm(n, (form, form), (0, 5, 5), True, None) for n in (one, other)}
+
+    def fastest(gemm: padding._Gemm, free: Sequence[bool]) -> str | None:
+        return first if gemm.node is one else padding.PADDED if free[0] else padding.UNALIGNED
+
+    monkeypatch.setattr(padding, "_fastest", fastest)
+    chosen = padding._chosen(gemms, on_cpu=False)
+    both = first == padding.PADDED
+    assert chosen == {one: first, other: padding.PADDED if both else padding.UNALIGNED}
 
 
 def test_the_op() -> None:
@@ -236,6 +320,47 @@ def test_a_kernel_that_nobody_loaded_is_loaded(monkeypatch: pytest.MonkeyPatch) 
         assert emulator.ops.launches.default() == launches + 1
         torch.testing.assert_close(made, F.linear(a, b), rtol=1e-2, atol=1e-2)
     assert asked == [spec.name]
+
+
+class OnEmulator(Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is PRODUCT:
+            return PRODUCT._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+def test_a_heads_gemms_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward with a bias, dgrad and wgrad: each gemm of the graph is a launch of combs."""
+    gpu = EmulatedGpu(90, multiprocessors=2)
+    in_place_of_cuda(gpu, monkeypatch, ())
+    monkeypatch.setattr(load, "prepare", lambda specs, _: [gpu.handle_of(s) for s in specs])
+    monkeypatch.setattr(load, "runs_on", lambda *_: True)
+    monkeypatch.setattr(unaligned, "_LEAST_SHARE", 0)
+    monkeypatch.setattr(unaligned, "MOST_PER_ELEMENT", 1)
+    monkeypatch.setattr(
+        padding, "_chosen", lambda gemms, _: dict.fromkeys(gemms, padding.UNALIGNED)
+    )
+
+    def step(x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> Sequence[Tensor]:
+        y = F.linear(x, w, b)
+        return y, *torch.autograd.grad(y, (x, w), dy)
+
+    torch.manual_seed(0)
+    inputs = leaf(40, 64), leaf(53, 64), leaf(53), leaf(40, 53).detach()
+    gm = make_fx(step, tracing_mode="fake")(*inputs)
+    counters.clear()
+    padding.Padding(strict=True, on_cpu=True)(gm.graph)
+    assert counters[padding.COUNTERS] == {"addmm_combs": 1, "mm_combs": 2}
+    launches = emulator.ops.launches.default()
+    with emulator.memory():
+        made = [value.clone() for value in OnEmulator(gm).run(*(v.detach() for v in inputs))]
+    assert emulator.ops.launches.default() == launches + 3
+    for mine, theirs, exact in zip(made, step(*inputs), step(*map(wide, inputs)), strict=True):
+        assert mine.stride() == theirs.stride()
+        # Where the bias is added to the rounded product, roundings are two.
+        assert (mine.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
 
 
 @pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
