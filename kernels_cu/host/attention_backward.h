@@ -38,7 +38,7 @@ int64_t load_attention_backward(const Sources& from) {
   kernels->d_keys = pass("fx_fuser_attention_d_keys");
   if (kernels->shape.apart) kernels->d_values = pass("fx_fuser_attention_d_values");
   kernels->multiprocessors = multiprocessors_of(from.device);
-  return keep<>(from, std::move(kernels));
+  return keep<AttentionBackwardKernels>(from, std::move(kernels));
 }
 const AddLoader kAttentionBackwardLoader("attention_backward", load_attention_backward);
 

@@ -32,7 +32,7 @@ int64_t load_attention_split(const Sources& from) {
   kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_attention_split",
                                kernels->shape.shared_bytes());
   kernels->multiprocessors = multiprocessors_of(from.device);
-  return keep<>(from, std::move(kernels));
+  return keep<AttentionSplitKernels>(from, std::move(kernels));
 }
 const AddLoader kAttentionSplitLoader("attention_split", load_attention_split);
 
