@@ -16,7 +16,8 @@ from fx_fuser.passes.attention_split import ATTENTION, ATTENTION_BACKWARD
 from fx_fuser.passes.graph_pass import call
 
 _aten = torch.ops.aten
-_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
+_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_ON_CPU_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def heads(batch: int, count: int, rows: int, d: int, **like: Any) -> Tensor:
@@ -78,16 +79,13 @@ class AsOnCuda(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         saved: dict[Node, list[Node]] = {}  # out → all results
         for node in list(graph.nodes):
-            if node.target is _ON_CPU.default:
+            if node.target is _ON_CPU:
                 q, k, v, *rest = node.args
                 dropout, causal = (*rest, *(0.0, False)[len(rest) :])
                 args = (q, k, v, None, True, dropout, causal)
                 found = _replaced(node, ATTENTION, args, 4)
                 saved[found[0]] = found
-            elif (
-                node.target
-                is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            ):
+            elif node.target is _ON_CPU_BACKWARD:
                 d_out, q, k, v, out, lse, dropout, causal = node.args
                 of_out = out
                 while of_out not in saved:

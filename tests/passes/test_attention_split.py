@@ -109,21 +109,22 @@ def forward_graph_of_ours(
     return out, lse
 
 
+@pytest.mark.parametrize("d", [8, 128])
 @pytest.mark.parametrize("layout", ["rows first", "heads first"])
-def test_results_have_torchs_layouts(layout: str) -> None:
+def test_results_have_torchs_layouts(layout: str, d: int) -> None:
     """At any length, since torch's backward may read ours, and ours torch's: the pass compares
     each, and raises where they differ."""
-    for rows, keys, d in itertools.product((1, 32, 33), (1, 40), (8, 128)):
+    for rows, keys in itertools.product((1, 32, 33), (1, 40)):
         q, k, v = qkv(2, 3, rows, keys, d)
         if layout == "heads first":
             q, k, v = (t.contiguous() for t in (q, k, v))
         for items, save in (((0, 1), True), ((0,), True), ((0,), False)):
             gm = forward_graph(q, k, v, items, save=save)
             before = outputs(gm)
-            assert outputs(replaced(gm)) == before, (rows, keys, d)
+            assert outputs(replaced(gm)) == before, (rows, keys)
             real = [(t.shape, t.stride()) for t in gm(q, k, v)]
             assert real == before
-    assert counters[COUNTERS][NAME] == 36
+    assert counters[COUNTERS][NAME] == 18
 
 
 def outputs(gm: GraphModule) -> list[Any]:
