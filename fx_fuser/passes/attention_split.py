@@ -17,15 +17,19 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from fx_fuser.graph.attention.calls import ATTENTIONS
+from fx_fuser.graph.read.nodes import argument_of, inputs_of, meta_tensor
 from fx_fuser.kernels import attention
+from fx_fuser.kernels.base import known_sizes
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
@@ -48,6 +52,7 @@ _TENSORS = {
     BACKWARD: ("grad_out_", "query", "key", "value", "out", "logsumexp"),
 }
 _OF_KEYS = ("key", "value")
+_MULTI_HEAD = F.multi_head_attention_forward  # of [L, N, E]
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,48 @@ class AttentionSplit(GraphPass):
 def behind(last: Products) -> AttentionSplit:
     """The pass, which runs that over gemms first."""
     return AttentionSplit(last.strict, last.on_cpu, last)
+
+
+# ---- in Dynamo's graph -------------------------------------------------------------------------
+
+
+def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
+    """The kernels that the pass may ask for, to be compiled beside others before it does."""
+    if torch.is_autocast_enabled(device.type):
+        return []
+    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    found = dict.fromkeys(spec for node in nodes for spec in _foreseen_at(node, device))
+    return [spec for spec in found if load.runs_on(spec, device)]
+
+
+def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
+    if node.op != "call_function" or node.target not in (*ATTENTIONS, _MULTI_HEAD):
+        return
+    q, k = (argument_of(node, i, name) for i, name in enumerate(("query", "key")))
+    query, key = (meta_tensor(n) if isinstance(n, Node) else None for n in (q, k))
+    if query is None or key is None or query.dtype != torch.float32 or query.device != device:
+        return
+    if node.target is _MULTI_HEAD:
+        heads, mask, rows = argument_of(node, 4, "num_heads"), node.kwargs.get("attn_mask"), 0
+    else:
+        heads, mask, rows = 1, argument_of(node, 3, "attn_mask"), -2
+    d = query.shape[-1]
+    sizes = known_sizes(query, key)
+    if mask is not None or not sizes or not isinstance(d, int) or not isinstance(heads, int):
+        return
+    if _is_small(sizes[0], sizes[1][rows], device):
+        return
+    needs = any(t is not None and t.requires_grad for t in map(meta_tensor, inputs_of(node)))
+    for backward in (False, True) if needs else (False,):
+        spec = attention.spec_for(d // heads, backward)
+        if spec is not None:
+            yield spec
+
+
+def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
+    """Is torch's done within some 10 us?  The kernel needs as much to begin. queries: their size,
+    as a whole."""
+    return 4 * math.prod(queries) * keys / limits.of(device).fp32 < 10e-6
 
 
 # ---- one attention -----------------------------------------------------------------------------
@@ -128,11 +175,7 @@ class _Site:
         return self.forms["query"].device
 
     def is_small(self) -> bool:
-        """Is torch's done within some 10 us?  The kernel needs as much to begin."""
-        operations = 4 * math.prod(self.forms["query"].size) * self.forms["key"].size[2]
-        if self.causal:
-            operations //= 2
-        return operations / limits.of(self.device).fp32 < 10e-6
+        return _is_small(self.forms["query"].size, self.forms["key"].size[2], self.device)
 
     def gains(self) -> bool:
         """Is it faster than torch's, at these sizes and strides?"""

@@ -211,6 +211,10 @@ class Passes:
         """gm: the untouched graph. Compiles nothing."""
         narrow = narrow_dtypes(gm)
         kernels = products.kernels_for(options, inputs, narrow) if has_gemms(gm) else None
+        kernels = kernels and {
+            device: [*specs, *attention_split.foreseen(gm, device)]
+            for device, specs in kernels.items()
+        }
         return cls(options, inputs, narrow, kernels)
 
     def load(self) -> dict[str, Any]:
@@ -225,9 +229,7 @@ class Passes:
         return passes if first is None else {JOINT_PASS: first, **passes}
 
 
-def pass_for(
-    options: Options, last: Products, narrow: Sequence[torch.dtype]
-) -> Provenance | None:
+def pass_for(options: Options, last: Products, narrow: Sequence[torch.dtype]) -> Provenance | None:
     """The pass, if there is a cast to find. last: the other pass, which has loaded the kernels."""
     if not narrow:
         return None

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from fx_fuser.errors import BuildError
 from fx_fuser.kernels import attention
+from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import load
 from fx_fuser.ops import run
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
@@ -395,6 +396,70 @@ def test_it_runs_behind_the_pass_over_gemms(
         assert found == {LAST_PASS: AttentionSplit(options.strict, before=last)}
     both = provenance.Passes(Options(), [x], (torch.bfloat16,), {GPU: []}).load()
     assert both.keys() == {JOINT_PASS, LAST_PASS}
+
+
+# ---- in Dynamo's graph --------------------------------------------------------------------------
+
+
+def sdpa(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, k, mask)
+
+
+def multi_head(x: Tensor) -> Tensor:
+    made: Tensor = F.multi_head_attention_forward(
+        x, x, x, x.shape[-1], 2, x.new_empty(3 * x.shape[-1], x.shape[-1]), None, None, None,
+        False, 0.0, x.new_empty(x.shape[-1], x.shape[-1]), None, need_weights=False,
+    )[0]  # fmt: skip
+    return made
+
+
+def row(*size: int, dtype: torch.dtype = torch.float32, trains: bool = False) -> Tensor:
+    """One number in memory: nothing here runs."""
+    return torch.zeros((), dtype=dtype).requires_grad_(trains).expand(size)
+
+
+LONG = (8, 4, 1024, 64)
+FORESEEN: dict[str, tuple[Any, list[Tensor], list[int]]] = {
+    "inference": (sdpa, [row(*LONG)] * 2, [64]),
+    "training": (sdpa, [row(*LONG, trains=True)] * 2, [64, -64]),
+    "d of 128": (sdpa, [row(*LONG[:3], 120)] * 2, [128]),
+    "multi-head": (multi_head, [row(2048, 8, 160)], [128]),
+    "16 bits": (sdpa, [row(*LONG, dtype=torch.bfloat16)] * 2, []),
+    "small": (sdpa, [row(2, 4, 16, 64)] * 2, []),
+    "a mask": (sdpa, [*[row(*LONG)] * 2, row(1024, 1024)], []),
+    "d of 136": (sdpa, [row(*LONG[:3], 136)] * 2, []),
+    "none": (torch.mul, [row(*LONG)] * 2, []),
+}
+
+
+@pytest.mark.parametrize("name", FORESEEN)
+def test_kernels_that_are_compiled_beside_others(name: str, built: list[str]) -> None:
+    """wanted: the largest head, negative of a backward."""
+    call, inputs, wanted = FORESEEN[name]
+    seen: list[GraphModule] = []
+
+    def look(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        seen.append(gm)
+        return lambda *_: (None,)
+
+    torch._dynamo.reset()
+    torch.compile(call, backend=look)(*inputs)
+    cpu = torch.device("cpu")
+    expected = [attention.spec_for(abs(d), backward=d < 0) for d in wanted]
+    assert attention_split.foreseen(seen[0], cpu) == expected
+    with torch.autocast("cpu"):
+        assert attention_split.foreseen(seen[0], cpu) == []
+    assert attention_split.foreseen(seen[0], GPU) == [] and not built
+
+
+def test_they_are_given_to_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "kernels_for", lambda *_: {GPU: [SPLIT_GEMM]})
+    spec = attention.spec_for(64)
+    monkeypatch.setattr(attention_split, "foreseen", lambda *_: [spec])
+    gm = forward_graph(_Q, _Q, _Q)
+    assert provenance.Passes.over(gm, Options(), []).kernels == {GPU: [SPLIT_GEMM, spec]}
+    monkeypatch.setattr(products, "kernels_for", lambda *_: None)
+    assert provenance.Passes.over(gm, Options(), []).kernels is None
 
 
 # ---- through Inductor ---------------------------------------------------------------------------
