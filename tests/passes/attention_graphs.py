@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser.passes.attention_split import ATTENTION, ATTENTION_BACKWARD
+from fx_fuser.passes.attention_split import ATTENTION, ATTENTION_BACKWARD, AttentionSplit
 from fx_fuser.passes.graph_pass import call
 
 _aten = torch.ops.aten
@@ -66,6 +66,18 @@ def backward_graph(
     seed = torch.zeros((), dtype=torch.int64)
     inputs = (d_out, q, k, v, bias, out, lse, seed, seed.clone(), dropout, list(mask), causal)
     return graph_of(ATTENTION_BACKWARD, inputs, items, device, **named)
+
+
+def replaced(gm: GraphModule) -> GraphModule:
+    AttentionSplit(strict=True, on_cpu=True)(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def qkv(batch: int, count: int, rows: int, keys: int, d: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [heads(batch, count, n, d) for n in (rows, keys, keys)]
 
 
 def targets(gm: GraphModule) -> list[Any]:

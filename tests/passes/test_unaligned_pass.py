@@ -187,7 +187,7 @@ def test_gemms_keep_only_kernels_that_are_there(monkeypatch: Any, pads: bool) ->
     monkeypatch.setattr(padding, "is_small", lambda *_: False)
     for reason, there in ((None, {spec}), (None, set()), ("no compiler", {spec})):
         monkeypatch.setattr(padding.plan, "unavailable", lambda _: reason)  # noqa: B023
-        monkeypatch.setattr(unaligned_pass, "loaded", lambda *_: there)  # noqa: B023
+        monkeypatch.setattr(padding, "loaded", lambda *_: there)  # noqa: B023
         found = padding._with_kernels([gemm], strict=False)
         if reason is None and there:
             assert found == [gemm]
