@@ -3,7 +3,7 @@
 `attention` makes what `aten._scaled_dot_product_efficient_attention` does, `attention_backward`
 what its backward does, in the same layouts. Each reads what the other of torch's has saved: out,
 and each row's logarithm of the sum of exponentials, which has rows to a multiple of 32, infinity
-beyond the queries. Keys and values have the queries' heads, or one for all of these.
+beyond the queries. A head of keys and values may be for several neighbouring ones of queries.
 
 On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs by torch's.
 """
@@ -32,6 +32,14 @@ def _heads_like(q: Tensor, rows: int) -> Tensor:
     return q.new_empty((batch, rows, heads, d)).transpose(1, 2)
 
 
+def _of_each(q: Tensor, k: Tensor) -> Tensor:
+    """k, or v, of each head of queries; no copy of a single one."""
+    times = q.shape[1] // k.shape[1]
+    if times == 1:
+        return k
+    return k.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
+
+
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     scores = q @ k.mT * scale
     if not causal:
@@ -52,7 +60,7 @@ def _forward_like(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float, causal: bool, save: bool
 ) -> list[Tensor]:
-    k, v = (t.expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    k, v = _of_each(q, k), _of_each(q, v)
     if q.is_cuda:
         torchs = _aten._scaled_dot_product_efficient_attention.default
         found = torchs(q, k, v, None, save, 0.0, causal, scale=scale)
@@ -77,7 +85,7 @@ def _backward(
     kernel: str, scale: float, causal: bool,
 ) -> list[Tensor]:  # fmt: skip
     """dq, and dk and dv of each head of queries."""
-    k, v = (t.expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    k, v = _of_each(q, k), _of_each(q, v)
     if q.is_cuda:
         torchs = _aten._scaled_dot_product_efficient_attention_backward.default
         seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # not read

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.graph.attention.calls import ATTENTIONS
 from fx_fuser.graph.read.nodes import argument_of, inputs_of, meta_tensor
@@ -52,6 +53,13 @@ _TENSORS = {
     BACKWARD: ("grad_out_", "query", "key", "value", "out", "logsumexp"),
 }
 _OF_KEYS = ("key", "value")
+# What repeats a head, from the last operation to the first.
+_REPEAT = (
+    {_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default},
+    {_aten.clone.default},
+    {_aten.expand.default},
+    {_aten.unsqueeze.default},
+)
 _MULTI_HEAD = F.multi_head_attention_forward  # of [L, N, E]
 
 
@@ -135,13 +143,13 @@ def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
 class _Site:
     """A node that a function of `fx_fuser.ops.attention_split` can compute.
 
-    tensors, forms: name → what it reads. one_head: keys and values of all heads are the same
-    memory. items: index → the node that takes this one of the results.
+    forms: name → of what it reads; of keys and values that are repeated for several heads of
+    queries, what they were before. one_head: those of all heads are the same memory. items: index →
+    the node that takes this one of the results.
     """
 
     node: Node
     function: str
-    tensors: Mapping[str, Node]
     forms: Mapping[str, TensorForm]
     one_head: bool
     scale: float
@@ -164,11 +172,16 @@ class _Site:
         one_head = all(_is_one_head(forms[name]) for name in _OF_KEYS)
         if one_head:
             forms.update((name, _first_head(forms[name])) for name in _OF_KEYS)
+        elif repeated := _before_repeats([tensors[name] for name in _OF_KEYS], node):
+            sources = _forms(dict(zip(_OF_KEYS, repeated)), forms["query"].device.type)
+            if sources is None:
+                return None
+            forms.update(sources)
         if spec is None or not all(_is_aligned(f) for n, f in forms.items() if n != "logsumexp"):
             return None
         scale = forms["query"].size[-1] ** -0.5 if given["scale"] is None else given["scale"]
         causal = given["is_causal"]
-        return cls(node, function, tensors, forms, one_head, float(scale), causal, items, spec)
+        return cls(node, function, forms, one_head, float(scale), causal, items, spec)
 
     @property
     def device(self) -> torch.device:
@@ -212,8 +225,7 @@ class _Site:
     def replace(self) -> None:
         graph, node = self.node.graph, self.node
         with graph.inserting_before(node):
-            read = [self._read(name) for name in _TENSORS[self.function]]
-            arguments = self._call(self.function, read, 1 in self.items)
+            arguments = self._call(self.function, self._read(), 1 in self.items)
             if self.function == FORWARD and 1 not in self.items:
                 made = [call(graph, node, run.ONE, *arguments)]
             else:
@@ -228,14 +240,23 @@ class _Site:
                 raise RuntimeError(f"result {i} would be {forms[1]}, not {forms[0]}")
         for i, item in self.items.items():
             item.replace_all_uses_with(new[i])
+        for item in list(node.users):
             graph.erase_node(item)
+        repeats = [_arguments(node)[name] for name in _OF_KEYS]
         graph.erase_node(node)
+        for repeat in repeats:
+            _erase_unread(repeat)
 
-    def _read(self, name: str) -> Node:
-        tensor = self.tensors[name]
-        if not self.one_head or name not in _OF_KEYS:
-            return tensor
-        return call(tensor.graph, tensor, _aten.slice.Tensor, tensor, 1, 0, 1)
+    def _read(self) -> list[Node]:
+        """As they are now: another attention, which was replaced, may have made one."""
+        given = _arguments(self.node)
+        keys = [given[name] for name in _OF_KEYS]
+        if self.one_head:
+            keys = [call(n.graph, n, _aten.slice.Tensor, n, 1, 0, 1) for n in keys]
+        else:
+            keys = _before_repeats(keys, self.node) or keys
+        given.update(zip(_OF_KEYS, keys))
+        return [given[name] for name in _TENSORS[self.function]]
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -247,12 +268,14 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _items(node: Node) -> dict[int, Node] | None:
-    """Index → the node that takes this one of the results; None if one is used in another way."""
+    """Index → the node that takes this one of the results, if something reads it; None if one is
+    used in another way."""
     found: dict[int, Node] = {}
     for user in node.users:
         if user.target is not operator.getitem or user.args[1] in found:
             return None
-        found[user.args[1]] = user  # type: ignore[index]
+        if user.users:
+            found[user.args[1]] = user  # type: ignore[index]
     return found
 
 
@@ -311,6 +334,41 @@ def _is_one_head(form: TensorForm) -> bool:
 def _first_head(form: TensorForm) -> TensorForm:
     size = (form.size[0], 1, *form.size[2:])
     return dataclasses.replace(form, size=size)
+
+
+def _before_repeats(tensors: Sequence[Node], reader: Node) -> list[Node] | None:
+    """What keys and values were before a copy repeated each of their heads for several of queries;
+    None if one is no such copy, or something else reads it as well."""
+    found = [_before_repeat(tensor, reader) for tensor in tensors]
+    sources = [source for source in found if source is not None]
+    heads = {source.meta["val"].shape[1] for source in sources}
+    return sources if len(sources) == len(tensors) and len(heads) == 1 else None
+
+
+def _before_repeat(node: Node, reader: Node) -> Node | None:
+    repeats: list[Node] = []
+    for targets in _REPEAT:
+        if node.op != "call_function" or node.target not in targets or {*node.users} != {reader}:
+            return None
+        repeats.append(node)
+        reader, node = node, node.args[0]  # type: ignore[assignment]
+    whole, _, spread, between = repeats
+    source = node.meta["val"]
+    if source.ndim != 4 or between.args[1] != 2 or source.shape[1] == 1:
+        return None
+    batch, heads, times, *rest = spread.meta["val"].shape
+    same = [(source.shape, (batch, heads, *rest)),
+            (whole.meta["val"].shape, (batch, heads * times, *rest))]  # fmt: skip
+    pairs = (pair for sizes in same for pair in zip(*sizes, strict=True))
+    return node if all(statically_known_true(a == b) for a, b in pairs) else None
+
+
+def _erase_unread(node: Node) -> None:
+    """And what only it read."""
+    while not node._erased and not node.users and node.op == "call_function":
+        above = node.args[0]
+        node.graph.erase_node(node)
+        node = above  # type: ignore[assignment]
 
 
 def _is_aligned(form: TensorForm) -> bool:

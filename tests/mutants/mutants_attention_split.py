@@ -100,7 +100,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         PASS,
         "return contest.gains(fused, torchs)",
         "return True",
-        (f"{CHOICE}::test_the_clock_decides",),
+        (f"{CHOICE}::test_the_clock_decides[ms2-False]",),
     ),
     (
         "attention by halves: causal is another time",

@@ -4,6 +4,7 @@ test_attention_split_gpu.py. The kernels themselves: tests/kernels/attention_che
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from attention_graphs import AsOnCuda, backward_graph, forward_graph, heads, qkv
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_fuser.ops import run
 from fx_fuser.ops.attention_split import BACKWARD, FORWARD
@@ -113,7 +115,7 @@ def outputs(gm: GraphModule) -> list[Any]:
 
 
 def test_the_functions() -> None:
-    """Their fakes fit what they make, and no autograd is hidden in them."""
+    """Their fakes fit what they make, and they write to nothing else."""
     q, k, v = qkv(2, 3, 9, 12, 16)
     scale, lse = 0.25, torch.zeros(2, 3, 32)
     for function, tensors, save in (
@@ -122,7 +124,25 @@ def test_the_functions() -> None:
         (BACKWARD, (q, q, k, v, q, lse), []),
     ):
         arguments = run.arguments(function, (*tensors, "", scale, True, *save))
-        torch.library.opcheck(run.MANY, arguments)
+        torch.library.opcheck(run.MANY, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_both_in_one_graph() -> None:
+    """As where forward is computed again for backward, which reads what was replaced before it."""
+
+    def both(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Any:
+        out, lse, seed, offset = ATTENTION(q, k, v, None, True, 0.0, True)
+        tensors = d_out, q, k, v, None, out, lse, seed, offset
+        return ATTENTION_BACKWARD(*tensors, 0.0, [True, True, True, False], True)[:3]
+
+    q, k, v = qkv(1, 2, 9, 12, 16)
+    d_out = heads(1, 2, 9, 16)
+    gm = replaced(make_fx(both, tracing_mode="fake")(q, k, v, d_out))
+    assert counters[COUNTERS] == {NAME: 1, f"{NAME}_backward": 1}
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    exact = torch.autograd.grad(formula(*leaves, 0.25, True)[0], leaves, d_out.double())
+    for value, right in zip(gm(q, k, v, d_out), exact, strict=True):
+        torch.testing.assert_close(value.double(), right, **NEAR)
 
 
 def test_no_logarithms_are_made_that_nothing_reads() -> None:
@@ -156,6 +176,44 @@ def test_one_head_for_all_queries_is_read_once() -> None:
     seed = torch.zeros((), dtype=torch.int64)
     _, d_k, _ = back(*given.values(), seed, seed)
     assert d_k.shape == (2, 4, 12, 16)  # of each head of queries, as torch's
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor, kept: bool = False, swaps: bool = False) -> Any:
+    """As models do for grouped queries. kept: of the repeated keys. swaps: heads come in turns."""
+
+    def of_each(t: Tensor) -> Tensor:
+        batch, heads, rows, d = t.shape
+        spread = t[:, None] if swaps else t[:, :, None]
+        sizes = (batch, 3, heads, rows, d) if swaps else (batch, heads, 3, rows, d)
+        return spread.expand(sizes).reshape(batch, 3 * heads, rows, d)
+
+    keys = of_each(k)
+    out, *_ = ATTENTION(q, keys, of_each(v), None, False)
+    return (out, keys) if kept else out
+
+
+@pytest.mark.parametrize(
+    "given, heads_read",
+    [({}, [6, 2, 2]), ({"kept": True}, [6, 6, 6]), ({"swaps": True}, [6, 6, 6])],
+    ids=str,
+)
+def test_heads_that_are_repeated_are_read_once(
+    given: dict[str, bool], heads_read: list[int]
+) -> None:
+    """Where no copy of them is needed for something else."""
+    _, k, v = qkv(2, 2, 9, 12, 16)
+    q = heads(2, 6, 9, 16)
+    gm = make_fx(functools.partial(repeated, **given), tracing_mode="fake")(q, k, v)
+    gm = replaced(gm)
+    (fused,) = [node for node in gm.graph.nodes if node.target is run.ONE]
+    assert [n.meta["val"].shape[1] for n in fused.args[0]] == heads_read
+    copies = targets(gm).count(torch.ops.aten.clone.default)
+    assert copies == (0 if heads_read == [6, 2, 2] else 2)
+    out = gm(q, k, v)
+    swaps, times = given.get("swaps"), 3
+    k, v = (t.repeat(1, times, 1, 1) if swaps else t.repeat_interleave(times, 1) for t in (k, v))
+    exact = formula(q, k, v, 0.25, False)[0]
+    torch.testing.assert_close((out[0] if given.get("kept") else out).double(), exact, **NEAR)
 
 
 BIAS = torch.zeros(1, 2, 8, 8)
