@@ -75,18 +75,19 @@ class AttentionSplit(GraphPass):
         return *super().settings(), *(spec.name for spec in attention.offered())
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
-        nodes = (n for n in graph.nodes if n.op == "call_function" and n.target in self.TARGETS)
-        sites = {node: site for node in nodes if (site := _Site.of(node, self.on_cpu))}
-        if not self.on_cpu:
-            sites = _with_kernels(sites, self.strict)
-        return functools.partial(self._replace, sites)
+        return self._replace
 
-    def _replace(self, sites: Mapping[Node, _Site], node: Node) -> str | None:
-        site = sites.get(node)
-        if site is None or not (self.on_cpu or site.gains()):
+    def _replace(self, node: Node) -> str | None:
+        site = _Site.of(node, self.on_cpu)
+        if site is None or not (self.on_cpu or self._gains(site)):
             return None
         site.replace()
         return ""
+
+    def _gains(self, site: _Site) -> bool:
+        if not load.runs_on(site.spec, site.device) or site.is_small():
+            return False
+        return bool(loaded([site.spec], site.device, "attention", self.strict)) and site.gains()
 
 
 def behind(last: Products) -> AttentionSplit:
@@ -115,11 +116,15 @@ def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
         return
     if node.target is _MULTI_HEAD:
         heads, mask, rows = argument_of(node, 4, "num_heads"), node.kwargs.get("attn_mask"), 0
+        drops = argument_of(node, 10, "dropout_p") and node.kwargs.get("training") is not False
     else:
         heads, mask, rows = 1, argument_of(node, 3, "attn_mask"), -2
+        drops = argument_of(node, 4, "dropout_p")
     d = query.shape[-1]
     sizes = known_sizes(query, key)
-    if mask is not None or not sizes or not isinstance(d, int) or not isinstance(heads, int):
+    if mask is not None or drops or not sizes:
+        return
+    if not isinstance(d, int) or not isinstance(heads, int):
         return
     if _is_small(sizes[0], sizes[1][rows], device):
         return
@@ -341,8 +346,10 @@ def _before_repeats(tensors: Sequence[Node], reader: Node) -> list[Node] | None:
     None if one is no such copy, or something else reads it as well."""
     found = [_before_repeat(tensor, reader) for tensor in tensors]
     sources = [source for source in found if source is not None]
-    heads = {source.meta["val"].shape[1] for source in sources}
-    return sources if len(sources) == len(tensors) and len(heads) == 1 else None
+    if len(sources) < len(tensors):
+        return None
+    first, *rest = (source.meta["val"].shape[1] for source in sources)
+    return sources if all(statically_known_true(heads == first) for heads in rest) else None
 
 
 def _before_repeat(node: Node, reader: Node) -> Node | None:
@@ -354,7 +361,7 @@ def _before_repeat(node: Node, reader: Node) -> Node | None:
         reader, node = node, node.args[0]  # type: ignore[assignment]
     whole, _, spread, between = repeats
     source = node.meta["val"]
-    if source.ndim != 4 or between.args[1] != 2 or source.shape[1] == 1:
+    if source.ndim != 4 or between.args[1] != 2:
         return None
     batch, heads, times, *rest = spread.meta["val"].shape
     same = [(source.shape, (batch, heads, *rest)),
@@ -382,13 +389,3 @@ def _empty_like(item: Node) -> Node:
     value = item.meta["val"]
     like = {"dtype": value.dtype, "device": value.device}
     return call(item.graph, item, _aten.empty_strided.default, [], [], **like)
-
-
-def _with_kernels(sites: Mapping[Node, _Site], strict: bool) -> dict[Node, _Site]:
-    """Those whose kernel is loaded; all are built at once."""
-    found = {n: s for n, s in sites.items() if load.runs_on(s.spec, s.device) and not s.is_small()}
-    there: set[tuple[KernelSpec, torch.device]] = set()
-    for device in {site.device for site in found.values()}:
-        specs = {site.spec: None for site in found.values() if site.device == device}
-        there |= {(s, device) for s in loaded([*specs], device, "attention", strict)}
-    return {node: site for node, site in found.items() if (site.spec, site.device) in there}

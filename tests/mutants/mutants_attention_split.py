@@ -91,8 +91,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: nothing small",
         PASS,
-        "and not s.is_small()",
-        "",
+        "or site.is_small():",
+        ":",
         (f"{CHOICE}::test_small_ones_are_not_timed_and_no_kernel_is_built",),
     ),
     (

@@ -184,6 +184,10 @@ def sdpa(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, k, mask)
 
 
+def dropping(q: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+
+
 def multi_head(x: Tensor) -> Tensor:
     made: Tensor = F.multi_head_attention_forward(
         x, x, x, x.shape[-1], 2, x.new_empty(3 * x.shape[-1], x.shape[-1]), None, None, None,
@@ -205,6 +209,7 @@ FORESEEN: dict[str, tuple[Any, list[Tensor], list[int]]] = {
     "multi-head": (multi_head, [row(2048, 8, 160)], [128]),
     "16 bits": (sdpa, [row(*LONG, dtype=torch.bfloat16)] * 2, []),
     "small": (sdpa, [row(2, 4, 16, 64)] * 2, []),
+    "dropout": (dropping, [row(*LONG, trains=True)], []),
     "a mask": (sdpa, [*[row(*LONG)] * 2, row(1024, 1024)], []),
     "d of 136": (sdpa, [row(*LONG[:3], 136)] * 2, []),
     "none": (torch.mul, [row(*LONG)] * 2, []),
