@@ -431,7 +431,8 @@ def attention_split(
             strides multiples of 4, in any order, and so are those of all tensors here but lse.
         k, v: [B, heads, keys, D]; query head h reads head h // (H // heads).
         out: as q. Shares memory with no other tensor here.
-        lse: [B, H, queries], contiguous, receives log(sum(exp(scale · q kᵀ))) over keys.
+        lse: [B, H, queries], contiguous, receives log(sum(exp(scale · q kᵀ))) over keys. It may
+            have rows up to a multiple of 32, which receive infinity.
         scale: positive; None: 1 / sqrt(D).
         is_causal: query i sees keys 0...i.
 

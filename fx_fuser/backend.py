@@ -27,7 +27,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
 from fx_fuser.options import Options, is_off
-from fx_fuser.outcome import Outcome, Planned, replaced_gemms
+from fx_fuser.outcome import Outcome, Planned, replaced
 from fx_fuser.passes import contractions, folding, masks, padding, provenance
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
@@ -90,7 +90,7 @@ def compile_graph(
         as_written = twin(gm) if options.verify != "never" and at_calls else None
         return make(gm, inputs, options, compile_inner)
 
-    gemms = replaced_gemms()
+    before = replaced()
     with fallback.compiling():
         result = fallback.result_or_none(gm, options.strict, fused)
         eviction.keep_below(options.cache_size)
@@ -100,7 +100,7 @@ def compile_graph(
     if outcome is None:  # a warning has said why
         return compiled
     outcome.count()
-    outcome.hint(options, inputs, replaced_gemms() - gemms)
+    outcome.hint(options, inputs, replaced() - before)
     if as_written is None or not outcome.matches:
         return compiled
     is_wrong = functools.partial(_is_wrong, options)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.read.naming import at
 from fx_fuser.kernels import KERNELS
 from fx_fuser.options import Options
-from fx_fuser.passes import contractions, padding, products
+from fx_fuser.passes import attention_split, contractions, padding, products
 from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import layout, plan
@@ -131,40 +132,41 @@ class Outcome:
                 raise VerifyError(message)
             warnings.warn(f"{message}\nPlease report it.", stacklevel=3)
 
-    def hint(self, options: Options, inputs: Sequence[Any], gemms: int) -> None:
-        """One line, once a graph is compiled. inputs: the graph's. gemms: how many of Inductor's
-        graph of it were replaced."""
+    def hint(self, options: Options, inputs: Sequence[Any], replaced: Mapping[str, int]) -> None:
+        """One line, once a graph is compiled. inputs: the graph's. replaced: in Inductor's graph
+        of it, kind → how many."""
         if log.isEnabledFor(logging.INFO):
             devices = {value.device.type for value in inputs if isinstance(value, Tensor)}
-            log.info("%s", self.line(options, devices, gemms))
+            log.info("%s", self.line(options, devices, replaced))
 
-    def line(self, options: Options, devices: Set[str], gemms: int) -> str:
+    def line(self, options: Options, devices: Set[str], replaced: Mapping[str, int]) -> str:
         """devices: the kinds of those that the graph's inputs are on."""
         if devices and not ("cuda" in devices or options.cpu_ops or self.matches):
             where = "a CPU" if devices <= {"cpu"} else " and ".join(sorted(devices))
-            return f"{self._said(0, gemms)}: on {where} none of fx_fuser's kernels run"
+            return f"{self._said(0, replaced)}: on {where} none of fx_fuser's kernels run"
         fused = len(self.matches)
-        said, remedy = self._said(fused, gemms), host_note(options)
+        said, remedy = self._said(fused, replaced), host_note(options)
         bound = sum(remedy in refusal.reason for refusal in self.left) if remedy else 0
         if bound:
             said += f"; {_counted(bound, 'site')} left though faster on the GPU{remedy}"
         return said + "; explain says why not the rest" * (fused < self.sites)
 
-    def _said(self, fused: int, gemms: int) -> str:
+    def _said(self, fused: int, replaced: Mapping[str, int]) -> str:
         if not self.is_known:
             return "Inductor's cache had a graph, as it was compiled before"
         said = f"fused {fused} of {_counted(self.sites, 'site')}" if self.sites else "no site"
-        counts = (
-            (gemms, "gemm"),
-            (len(self.contractions), "contraction"),
-            (len(self.masks), "mask"),
-        )
-        return ", ".join([said, *(_counted(n, what) for n, what in counts if n)])
+        edits = {"contraction": len(self.contractions), "mask": len(self.masks)}
+        counts = {**replaced, **edits}
+        return ", ".join([said, *(_counted(n, what) for what, n in counts.items() if n)])
 
 
-def replaced_gemms() -> int:
-    """In Inductor's graphs, so far. Inductor compiles a backward when it first runs."""
-    return sum(sum(counters[name].values()) for name in (products.COUNTERS, padding.COUNTERS))
+def replaced() -> Counter[str]:
+    """In Inductor's graphs, so far, by kind. Inductor compiles a backward when it first runs."""
+    names = {
+        "gemm": (products.COUNTERS, padding.COUNTERS),
+        "attention": (attention_split.COUNTERS,),
+    }
+    return Counter({kind: sum(sum(counters[n].values()) for n in of) for kind, of in names.items()})
 
 
 def _count_of_sites(read: Reading) -> int:

@@ -10,9 +10,9 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import contractions, padding, products
+from fx_fuser.passes import attention_split, contractions, padding, products
 
-CHANGED = ("fused", "masks", "products", "padded", "contractions")  # of `Sites`
+CHANGED = ("fused", "masks", "products", "attention", "padded", "contractions")  # of `Sites`
 _MOST_OF_WARNING = 400  # letters
 
 
@@ -23,6 +23,7 @@ class Sites(TypedDict, total=False):
     left: dict[str, int]  # to the inner compiler
     masks: dict[str, int]  # taken away
     products: dict[str, int]  # gemms replaced in Inductor's graphs
+    attention: dict[str, int]  # of fp32, replaced there
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by the unaligned kernel
     contractions: dict[str, int]  # sums of products that are gemms now
     warnings: list[str]  # that name fx_fuser
@@ -36,6 +37,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "left": "fx_fuser_left",
         "masks": "fx_fuser_masks",
         "products": products.COUNTERS,
+        "attention": attention_split.COUNTERS,
         "padded": padding.COUNTERS,
         "contractions": contractions.COUNTER,
     }

@@ -22,6 +22,7 @@ _SITES = {  # of `counting.Sites`
     "fused": "sites fused",
     "left": "left to Inductor, where fusing gains nothing",
     "products": "gemms replaced in Inductor's graphs",
+    "attention": "fp32 attentions replaced there",
     "padded": "16-bit gemms of odd sizes padded or replaced there",
     "masks": "attention masks removed",
     "contractions": "sums of products computed as gemms",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_fuser.errors import BuildError
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.unaligned import (
     COMBS,
@@ -28,11 +27,12 @@ from fx_fuser.kernels.unaligned import (
     is_bandwidth_bound,
     is_by_combs,
 )
-from fx_fuser.native import limits, load
+from fx_fuser.native import limits
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.passes.gemm_pass import GEMMS, call
+from fx_fuser.passes.graph_pass import GEMMS, call, loaded
 from fx_fuser.planning.bench_ops import TensorForm
 
+KIND = "16-bit gemms"
 _aten = torch.ops.aten
 PRODUCT = torch.ops.fx_fuser.unaligned_product.default
 
@@ -120,37 +120,6 @@ def candidate(
     return run
 
 
-_failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
-
-
-def loaded(
-    specs: Sequence[KernelSpec], device: torch.device, strict: bool = False
-) -> set[KernelSpec]:
-    """Builds and loads the kernels that the device has, all at once; those that are there. One
-    warning names what does not build, which is not tried again.
-
-    Raises:
-        BuildError: strict, and one does not build.
-    """
-    has = [spec for spec in specs if load.runs_on(spec, device)]
-    wanted = [spec for spec in has if (spec, device) not in _failed]
-    try:
-        load.prepare(wanted, device)
-        return set(wanted)
-    except BuildError as error:
-        if strict:
-            raise
-        warnings.warn(
-            f"fx_fuser leaves 16-bit gemms to the library: {error}; please report it", stacklevel=2
-        )
-    for spec in wanted:
-        try:
-            load.prepare([spec], device)
-        except BuildError:
-            _failed.add((spec, device))
-    return {spec for spec in wanted if (spec, device) not in _failed}
-
-
 # What the op calls whose kernel nobody has loaded. It returns nothing: if the kernel does not
 # build, the op finds none again, and takes the library from then on.
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
@@ -159,7 +128,7 @@ _LIBRARY.define("load_unaligned(Tensor a, int[] sizes) -> ()")
 
 def _load(a: Tensor, sizes: Sequence[int]) -> None:
     try:
-        loaded([gemm_of(family_of_sizes(sizes), a.dtype)], a.device)
+        loaded([gemm_of(family_of_sizes(sizes), a.dtype)], a.device, KIND)
     except Exception as error:
         warnings.warn(
             f"fx_fuser leaves a 16-bit gemm to the library: {type(error).__name__}: {error}; "

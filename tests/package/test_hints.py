@@ -116,27 +116,27 @@ def test_a_failure_has_its_warning_alone(
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-def test_gemms_and_masks_are_counted() -> None:
+def test_gemms_attentions_and_masks_are_counted() -> None:
     outcome = Outcome(matches=[None] * 24, masks=[None] * 12, sites=49)  # type: ignore[list-item]
-    said = "fused 24 of 49 sites, 3 gemms, 12 masks; explain says why not the rest"
-    assert outcome.line(Options(), CUDA, 3) == said
+    said = "fused 24 of 49 sites, 3 gemms, 1 attention, 12 masks; explain says why not the rest"
+    assert outcome.line(Options(), CUDA, {"gemm": 3, "attention": 1}) == said
 
 
 def test_a_graph_from_inductors_cache_is_told() -> None:
     said = "Inductor's cache had a graph, as it was compiled before"
     outcome = Outcome(is_known=False)
-    assert outcome.line(Options(), CUDA, 0) == said
-    assert outcome.line(Options(), {"cpu"}, 0) == f"{said}: {CPU_ONLY}"
+    assert outcome.line(Options(), CUDA, {}) == said
+    assert outcome.line(Options(), {"cpu"}, {}) == f"{said}: {CPU_ONLY}"
 
 
 def test_a_graph_without_inputs_is_not_taken_for_a_cpus() -> None:
     outcome = Outcome(matches=[None], sites=1)  # type: ignore[list-item]
-    assert outcome.line(Options(), set(), 0) == "fused 1 of 1 site"
-    assert Outcome(sites=0).line(Options(), set(), 0) == "no site"
+    assert outcome.line(Options(), set(), {}) == "fused 1 of 1 site"
+    assert Outcome(sites=0).line(Options(), set(), {}) == "no site"
 
 
 def test_inputs_of_another_device_are_named() -> None:
-    said = Outcome(sites=1).line(Options(), {"cpu", "xpu"}, 0)
+    said = Outcome(sites=1).line(Options(), {"cpu", "xpu"}, {})
     assert said == "fused 0 of 1 site: on cpu and xpu none of fx_fuser's kernels run"
 
 
@@ -148,18 +148,18 @@ def test_sites_that_the_host_bounds_are_counted_with_the_option() -> None:
     """Those whose note `planning` has written with the remedy, once for all."""
     note = contest.host_note(Options())
     left = [left_by(f"nothing is gained (0.1 ms{note}): …")] * 2 + [left_by("as fast")]
-    said = Outcome(left=left, sites=3).line(Options(), CUDA, 0)
+    said = Outcome(left=left, sites=3).line(Options(), CUDA, {})
     assert said.startswith("fused 0 of 3 sites; 2 sites left though faster on the GPU; the host is")
     assert said.count("mode='reduce-overhead'") == 1
     eager = Options(inner="eager")  # which has no such mode
-    assert "reduce-overhead" not in Outcome(left=left, sites=3).line(eager, CUDA, 0)
+    assert "reduce-overhead" not in Outcome(left=left, sites=3).line(eager, CUDA, {})
 
 
 def test_planning_writes_the_note_that_is_counted(match_of: Any, on_gpu: Any) -> None:
     on_gpu(Timing(1.0), Timing(0.5, 2.0))  # library, fused: the host takes longer than the GPU
     with torch.no_grad():
         refusal = decide(match_of(swish, torch.randn(64, 32), torch.randn(48, 32)))
-    said = Outcome(left=[refusal], sites=1).line(Options(), CUDA, 0)
+    said = Outcome(left=[refusal], sites=1).line(Options(), CUDA, {})
     assert "1 site left though faster on the GPU" in said
 
 

@@ -204,12 +204,14 @@ NAMED = {
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
     "ops.library": {"attention", "folded", "unaligned"},
-    "ops.usual": {"folded", "unaligned"},  # the kernel that folds
+    "ops.attention_split": {"attention"},
+    "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
     "planning.launches": {"folded"},
     "planning.plan": {"folded"},
     "verify.rivals": {"folded"},
+    "passes.attention_split": {"attention"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},
