@@ -165,7 +165,9 @@ def test_a_kernel_that_the_gpu_has_not_is_not_there(
     spec = unaligned.gemm_of(unaligned.combs(0, 1, 1), BF16)
     monkeypatch.setattr(load.binaries, "arch_of", lambda _: arch)
     monkeypatch.setattr(load, "prepare", lambda *_: None)
-    assert unaligned_pass.loaded([spec], torch.device("cuda", 0)) == ({spec} if there else set())
+    assert unaligned_pass.loaded([spec], torch.device("cuda", 0), unaligned_pass.KIND) == (
+        {spec} if there else set()
+    )
 
 
 @pytest.mark.parametrize(
