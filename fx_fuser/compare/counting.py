@@ -23,7 +23,7 @@ class Sites(TypedDict, total=False):
     left: dict[str, int]  # to the inner compiler
     masks: dict[str, int]  # taken away
     products: dict[str, int]  # gemms replaced in Inductor's graphs
-    padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by the unaligned kernel
+    padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
     contractions: dict[str, int]  # sums of products that are gemms now
     warnings: list[str]  # that name fx_fuser
 

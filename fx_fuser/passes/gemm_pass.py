@@ -52,13 +52,7 @@ class GemmPass(CustomGraphPass):
                     name = node.target._schema.name.removeprefix("aten::")
                     counters[self.COUNTERS][name + replaced] += 1
             except Exception as error:
-                if self.strict:
-                    raise
-                warnings.warn(
-                    f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; "
-                    "please report it",
-                    stacklevel=2,
-                )
+                leave(error, self.strict)
 
     @abstractmethod
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
@@ -71,6 +65,16 @@ class GemmPass(CustomGraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         return binaries.fingerprint(), self.COUNTERS, self.strict, self.on_cpu
+
+
+def leave(error: Exception, strict: bool) -> None:
+    """Says that a gemm that failed is left alone; strict: raises."""
+    if strict:
+        raise error
+    warnings.warn(
+        f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; please report it",
+        stacklevel=3,
+    )
 
 
 def each_pass(passes: Any) -> Sequence[Any]:

@@ -3,6 +3,7 @@ they may not be padded (`cpu_ops`). The kernel itself: tests/kernels/unaligned_c
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -283,9 +284,46 @@ def test_padding_is_free_only_if_all_readers_are_padded(
         return first if gemm.node is one else padding.PADDED if free[0] else padding.UNALIGNED
 
     monkeypatch.setattr(padding, "_fastest", fastest)
-    chosen = padding._chosen(gemms, on_cpu=False)
+    chosen = padding._chosen(gemms, on_cpu=False, strict=True)
     both = first == padding.PADDED
     assert chosen == {one: first, other: padding.PADDED if both else padding.UNALIGNED}
+
+
+def two_gemms(form: TensorForm) -> list[padding._Gemm]:
+    return [padding._Gemm(n, (form, form), (0, 5, 5), True, None) for n in products(Graph(), 2)]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_gemm_that_cannot_be_timed_does_not_cost_the_others(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    bad, good = two_gemms(TensorForm((490, 491), (491, 1), BF16, torch.device("cpu")))
+
+    def fastest(gemm: padding._Gemm, _: Sequence[bool]) -> str:
+        if gemm is bad:
+            raise RuntimeError("no event")
+        return padding.PADDED
+
+    monkeypatch.setattr(padding, "_fastest", fastest)
+    gemms = {gemm.node: gemm for gemm in (bad, good)}
+    if strict:
+        with pytest.raises(RuntimeError, match="no event"):
+            padding._chosen(gemms, on_cpu=False, strict=True)
+        return
+    with pytest.warns(UserWarning, match="leaves a gemm to the library: RuntimeError: no event"):
+        chosen = padding._chosen(gemms, on_cpu=False, strict=False)
+    assert chosen == {bad.node: None, good.node: padding.PADDED}
+
+
+def test_a_kernel_that_is_wrong_does_not_cost_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm, _ = two_gemms(TensorForm((51, 51), (51, 1), BF16, torch.device("cpu")))
+    spec = unaligned.gemm_of(unaligned.combs(0, 1, 1), BF16)
+    gemm = dataclasses.replace(gemm, spec=spec)
+    wrong = torch.zeros(51, 51, dtype=BF16)
+    monkeypatch.setattr(unaligned_pass, "candidate", lambda *_: lambda: (wrong,))
+    with pytest.warns(UserWarning, match="the combs kernel's"):
+        timed = padding._candidates(gemm, [False, False])
+    assert [candidate.is_exact for candidate in timed] == [True, True, False]
 
 
 def test_the_op() -> None:
@@ -340,7 +378,7 @@ def test_a_heads_gemms_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unaligned, "_LEAST_SHARE", 0)
     monkeypatch.setattr(unaligned, "MOST_PER_ELEMENT", 1)
     monkeypatch.setattr(
-        padding, "_chosen", lambda gemms, _: dict.fromkeys(gemms, padding.UNALIGNED)
+        padding, "_chosen", lambda gemms, *_: dict.fromkeys(gemms, padding.UNALIGNED)
     )
 
     def step(x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> Sequence[Tensor]:
