@@ -401,6 +401,25 @@ def test_a_heads_gemms_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (mine.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+def test_tensors_that_combs_do_not_take_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that begins elsewhere than the one that was traced."""
+    gpu = EmulatedGpu(90, multiprocessors=2)
+    in_place_of_cuda(gpu, monkeypatch, ())
+    spec = unaligned.gemm_of(unaligned.combs(0, 1, 1), BF16)
+    gpu.handle_of(spec)
+    a, storage = torch.randn(40, 64).bfloat16(), torch.randn(53 * 64 + 8).bfloat16()
+    for ahead, launched in ((0, 1), (3, 0), (8, 1)):
+        b = storage.as_strided((53, 64), (64, 1), ahead)
+        launches = emulator.ops.launches.default()
+        with emulator.memory():
+            key = torch._C.DispatchKey.PrivateUse1
+            made = PRODUCT._op_dk(key, a, b, None, spec.name, [0, 1, 1]).clone()
+        assert emulator.ops.launches.default() == launches + launched
+        torch.testing.assert_close(made, F.linear(a, b))
+
+
 @pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 def test_a_kernel_that_does_not_build_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     in_place_of_cuda(EmulatedGpu(90, multiprocessors=2), monkeypatch, ())
