@@ -24,7 +24,7 @@ class Sites(TypedDict, total=False):
     masks: dict[str, int]  # taken away
     products: dict[str, int]  # gemms replaced in Inductor's graphs
     attention: dict[str, int]  # of fp32, replaced there
-    padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by the unaligned kernel
+    padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
     contractions: dict[str, int]  # sums of products that are gemms now
     warnings: list[str]  # that name fx_fuser
 

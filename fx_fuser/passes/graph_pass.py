@@ -58,13 +58,7 @@ class GraphPass(CustomGraphPass):
                     name = node.target._schema.name.removeprefix("aten::")
                     counters[self.COUNTERS][name + replaced] += 1
             except Exception as error:
-                if self.strict:
-                    raise
-                warnings.warn(
-                    f"fx_fuser leaves {self.KIND} to the library: {type(error).__name__}: {error}; "
-                    "please report it",
-                    stacklevel=2,
-                )
+                leave(error, self.strict, self.KIND)
 
     @abstractmethod
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
@@ -77,6 +71,16 @@ class GraphPass(CustomGraphPass):
 
     def settings(self) -> tuple[Any, ...]:
         return binaries.fingerprint(), self.COUNTERS, self.strict, self.on_cpu
+
+
+def leave(error: Exception, strict: bool, kind: str = GraphPass.KIND) -> None:
+    """Says that an operation that failed is left alone; strict: raises. kind: what it is."""
+    if strict:
+        raise error
+    warnings.warn(
+        f"fx_fuser leaves {kind} to the library: {type(error).__name__}: {error}; please report it",
+        stacklevel=3,
+    )
 
 
 def each_pass(passes: Any) -> Sequence[Any]:

@@ -45,7 +45,7 @@ from fx_fuser.native import limits
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import EARLY_PASS, Options
 from fx_fuser.passes import unaligned
-from fx_fuser.passes.graph_pass import GEMMS, GraphPass, call, loaded
+from fx_fuser.passes.graph_pass import GEMMS, GraphPass, call, leave, loaded
 from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
@@ -86,8 +86,8 @@ class Padding(GraphPass):
         if not self.on_cpu:
             found = _with_kernels(found, self.strict)
         gemms = {gemm.node: gemm for gemm in found}
-        # Once, before the first one is replaced, and where a failure leaves gemms alone.
-        choose = functools.cache(functools.partial(_chosen, gemms, self.on_cpu))
+        # Once, before the first one is replaced.
+        choose = functools.cache(functools.partial(_chosen, gemms, self.on_cpu, self.strict))
         return functools.partial(self._replace, _Twins(graph), gemms, choose)
 
     def _replace(
@@ -358,17 +358,22 @@ def _with_kernels(gemms: Sequence[_Gemm], strict: bool) -> list[_Gemm]:
     return [gemm for gemm in found if gemm.pads or gemm.spec]
 
 
-def _chosen(gemms: dict[Node, _Gemm], on_cpu: bool) -> dict[Node, str | None]:
+def _chosen(gemms: dict[Node, _Gemm], on_cpu: bool, strict: bool) -> dict[Node, str | None]:
     """How to compute each. If one that reads an operand is not padded, the operand is written
     twice, and its zeros are not free to the others: so they are asked again."""
     padded = {node for node, gemm in gemms.items() if gemm.pads}
     if on_cpu:
         return {node: PADDED if node in padded else UNALIGNED for node in gemms}
+
+    def fastest(gemm: _Gemm) -> str | None:
+        try:
+            return _fastest(gemm, [_is_free(f, padded) for f in gemm.factors])
+        except Exception as error:  # which costs this gemm, not the others
+            leave(error, strict)
+            return None
+
     while True:
-        chosen = {
-            node: _fastest(gemm, [_is_free(f, padded) for f in gemm.factors])
-            for node, gemm in gemms.items()
-        }
+        chosen = {node: fastest(gemm) for node, gemm in gemms.items()}
         left = {node for node in padded if chosen[node] == PADDED}
         if left == padded:
             return chosen
@@ -420,12 +425,27 @@ def _candidates(gemm: _Gemm, free: Sequence[bool]) -> list[Candidate]:
     def padded() -> Sequence[Tensor]:
         return ((operands[0]() @ operands[1]())[..., :m, :n],)
 
-    made = [library, padded]
-    bench_ops.compare(made, PADDED, forms[0].dtype)
+    ways: dict[str, Callable[[], Sequence[Tensor]]] = {PADDED: padded}
     if gemm.spec is not None:
-        made.append(unaligned.candidate(gemm.spec, unaligned.adds(gemm.node), *values))
-        bench_ops.compare(made, unaligned.name_of(gemm.spec), forms[0].dtype)
-    return [*map(Candidate, made)]
+        adds = unaligned.adds(gemm.node)
+        ways[unaligned.name_of(gemm.spec)] = unaligned.candidate(gemm.spec, adds, *values)
+    checked = (_checked(library, way, name, forms[0].dtype) for name, way in ways.items())
+    return [Candidate(library), *checked]
+
+
+def _checked(
+    library: Callable[[], Sequence[Tensor]],
+    way: Callable[[], Sequence[Tensor]],
+    name: str,
+    dtype: torch.dtype,
+) -> Candidate:
+    """A way that is wrong is not timed; the others are."""
+    try:
+        bench_ops.compare([library, way], name, dtype)
+    except bench_ops.DisagreementError as error:
+        error.warn()
+        return Candidate(way, is_exact=False)
+    return Candidate(way)
 
 
 def _given(value: Tensor) -> Tensor:

@@ -143,6 +143,28 @@ def repeats(failures: list[str], times: int = 100) -> None:
                 failures.append(f"{shape}, {form}: launches over two streams differ")
 
 
+def last_lines(failures: list[str], count: int, length: int, few: int = 16) -> None:
+    """Of a large matrix, the result or x, the last lines count as they do alone. Of small integers
+    sums are exact. few: a multiple of 8, so that the lines are of the same combs."""
+
+    def integers(*size: int) -> Tensor:
+        return torch.randint(-2, 3, size, device=CUDA).bfloat16()
+
+    for form in FORMS:
+        lines = integers(few, 64 if form[1] else length)
+        x = lines.new_zeros(count, lines.shape[1])
+        x[-few:] = lines
+        if form[0]:
+            weight = integers(length, 64)
+            both = [(rows, weight if form[1] else weight.mT) for rows in (x, x[-few:])]
+        else:
+            weight = integers(count, 64)
+            both = [(x.mT, weight.mT), (x[-few:].mT, weight[-few:].mT)]
+        all_lines, alone = (run(*pair, form) for pair in both)
+        if not torch.equal(all_lines[-few:] if form[0] else all_lines, alone):
+            failures.append(f"{form}: other results for the last lines of {count} of {length}")
+
+
 def refusals(failures: list[str]) -> None:
     dtype = torch.float16
     x, weight = matrix(16, 40, 1, dtype, 0, 0), matrix(24, 40, 1, dtype, 0, 0)

@@ -20,3 +20,8 @@ def test_random_sizes_and_pitches(seed: int) -> None:
 )
 def test_checks(check) -> None:
     passes(check)
+
+
+@gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    passes(combs_checks.last_lines, 43008, 50257)

@@ -36,5 +36,10 @@ def test_special_values(gpu: EmulatedGpu) -> None:
     passes(combs_checks.special_values)
 
 
+@pytest.mark.slow
+def test_the_last_lines(gpu: EmulatedGpu) -> None:
+    passes(combs_checks.last_lines, 72, 57)
+
+
 def test_refusals(gpu: EmulatedGpu) -> None:
     passes(combs_checks.refusals)

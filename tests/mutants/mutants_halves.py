@@ -241,6 +241,27 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{UNALIGNED}::test_padding_is_free_only_if_all_readers_are_padded[None]",),
     ),
     (
+        "padding: a gemm that cannot be timed costs itself alone",
+        "passes/padding.py",
+        "except Exception as error:  # which costs this gemm, not the others",
+        "except ZeroDivisionError as error:",
+        (f"{UNALIGNED}::test_a_gemm_that_cannot_be_timed_does_not_cost_the_others[False]",),
+    ),
+    (
+        "padding: so does a kernel that is wrong",
+        "passes/padding.py",
+        "except bench_ops.DisagreementError as error:",
+        "except ZeroDivisionError as error:",
+        (f"{UNALIGNED}::test_a_kernel_that_is_wrong_does_not_cost_padding",),
+    ),
+    (
+        "combs: all of them are compared with the library",
+        "planning/bench_ops.py",
+        "(1 + library.numel() // _COMPARED) | 1",
+        "1 + library.numel() // _COMPARED",
+        ("tests/planning/test_contest.py::test_of_each_eighth_row_some_are_compared[1]",),
+    ),
+    (
         "combs: the matrix along which the offsets move is aligned",
         "kernels/unaligned.py",
         "form_b & ALIGNED and is_third_aligned",

@@ -3,6 +3,7 @@ they may not be padded (`cpu_ops`). The kernel itself: tests/kernels/unaligned_c
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -285,9 +286,46 @@ def test_padding_is_free_only_if_all_readers_are_padded(
         return first if gemm.node is one else padding.PADDED if free[0] else padding.UNALIGNED
 
     monkeypatch.setattr(padding, "_fastest", fastest)
-    chosen = padding._chosen(gemms, on_cpu=False)
+    chosen = padding._chosen(gemms, on_cpu=False, strict=True)
     both = first == padding.PADDED
     assert chosen == {one: first, other: padding.PADDED if both else padding.UNALIGNED}
+
+
+def two_gemms(form: TensorForm) -> list[padding._Gemm]:
+    return [padding._Gemm(n, (form, form), (0, 5, 5), True, None) for n in products(Graph(), 2)]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_gemm_that_cannot_be_timed_does_not_cost_the_others(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    bad, good = two_gemms(TensorForm((490, 491), (491, 1), BF16, torch.device("cpu")))
+
+    def fastest(gemm: padding._Gemm, _: Sequence[bool]) -> str:
+        if gemm is bad:
+            raise RuntimeError("no event")
+        return padding.PADDED
+
+    monkeypatch.setattr(padding, "_fastest", fastest)
+    gemms = {gemm.node: gemm for gemm in (bad, good)}
+    if strict:
+        with pytest.raises(RuntimeError, match="no event"):
+            padding._chosen(gemms, on_cpu=False, strict=True)
+        return
+    with pytest.warns(UserWarning, match="leaves a gemm to the library: RuntimeError: no event"):
+        chosen = padding._chosen(gemms, on_cpu=False, strict=False)
+    assert chosen == {bad.node: None, good.node: padding.PADDED}
+
+
+def test_a_kernel_that_is_wrong_does_not_cost_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm, _ = two_gemms(TensorForm((51, 51), (51, 1), BF16, torch.device("cpu")))
+    spec = unaligned.gemm_of(unaligned.combs(0, 1, 1), BF16)
+    gemm = dataclasses.replace(gemm, spec=spec)
+    wrong = torch.zeros(51, 51, dtype=BF16)
+    monkeypatch.setattr(unaligned_pass, "candidate", lambda *_: lambda: (wrong,))
+    with pytest.warns(UserWarning, match="the combs kernel's"):
+        timed = padding._candidates(gemm, [False, False])
+    assert [candidate.is_exact for candidate in timed] == [True, True, False]
 
 
 def test_the_op() -> None:
@@ -342,7 +380,7 @@ def test_a_heads_gemms_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unaligned, "_LEAST_SHARE", 0)
     monkeypatch.setattr(unaligned, "MOST_PER_ELEMENT", 1)
     monkeypatch.setattr(
-        padding, "_chosen", lambda gemms, _: dict.fromkeys(gemms, padding.UNALIGNED)
+        padding, "_chosen", lambda gemms, *_: dict.fromkeys(gemms, padding.UNALIGNED)
     )
 
     def step(x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> Sequence[Tensor]:
@@ -363,6 +401,25 @@ def test_a_heads_gemms_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mine.stride() == theirs.stride()
         # Where the bias is added to the rounded product, roundings are two.
         assert (mine.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+def test_tensors_that_combs_do_not_take_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that begins elsewhere than the one that was traced."""
+    gpu = EmulatedGpu(90, multiprocessors=2)
+    in_place_of_cuda(gpu, monkeypatch, ())
+    spec = unaligned.gemm_of(unaligned.combs(0, 1, 1), BF16)
+    gpu.handle_of(spec)
+    a, storage = torch.randn(40, 64).bfloat16(), torch.randn(53 * 64 + 8).bfloat16()
+    for ahead, launched in ((0, 1), (3, 0), (8, 1)):
+        b = storage.as_strided((53, 64), (64, 1), ahead)
+        launches = emulator.ops.launches.default()
+        with emulator.memory():
+            key = torch._C.DispatchKey.PrivateUse1
+            made = PRODUCT._op_dk(key, a, b, None, spec.name, [0, 1, 1]).clone()
+        assert emulator.ops.launches.default() == launches + launched
+        torch.testing.assert_close(made, F.linear(a, b))
 
 
 @pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")

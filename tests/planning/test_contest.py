@@ -131,6 +131,16 @@ def test_a_kernel_that_is_wrong_is_warned_of(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(said, str) and said.startswith("the new kernel's")
 
 
+@pytest.mark.parametrize("comb", range(8))
+def test_of_each_eighth_row_some_are_compared(monkeypatch: pytest.MonkeyPatch, comb: int) -> None:
+    monkeypatch.setattr(bench_ops, "_COMPARED", 128)
+    right = torch.ones(120, 8)  # seven times as many and more
+    wrong = right.clone()
+    wrong[comb::8] = 0
+    with pytest.raises(bench_ops.DisagreementError):
+        bench_ops.compare([lambda: [right], lambda: [wrong]], "new", torch.bfloat16)
+
+
 # ---- a value that goes into a cat ----------------------------------------------------------------
 
 
