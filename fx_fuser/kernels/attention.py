@@ -1,8 +1,8 @@
 """Attention of float32 operands by fp16 halves, as exact as in float32 arithmetic.
 
-No pass offers it until it has been timed on a GPU. kernels_cu/attention/attention_split_sm90.cuh
-and attention_backward_sm90.cuh, launched by kernels_cu/host/attention_split.h and
-attention_backward.h.
+kernels_cu/attention/attention_split_sm90.cuh and attention_backward_sm90.cuh, launched by
+kernels_cu/host/attention_split.h and attention_backward.h. `fx_fuser.passes.attention_split` puts
+it into graphs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ BACKWARD_SHAPES = (
     (128, 128, 64),
     (128, 128, 64),  # with more fp32 tiles on their way, and fewer of halves
 )
+
+# By the largest head, the shape that graphs run. One each, since each costs a compilation: on an
+# H200 (2026-11-28) none of the others was faster at any of benchmarks/attention.py's sizes.
+_FORWARD_OF = {64: 0, 128: 6}
+_BACKWARD_OF = {64: 0, 128: 1}
 
 
 @functools.cache
@@ -63,6 +68,17 @@ def attention_backward(shape: int) -> Family:
 def backward_spec_of(shape: int) -> KernelSpec:
     family = attention_backward(shape)
     return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, family)
+
+
+def spec_for(d: int, backward: bool = False) -> KernelSpec | None:
+    """The kernel of graphs for heads of so many elements; None where there is none."""
+    of, made = (_BACKWARD_OF, backward_spec_of) if backward else (_FORWARD_OF, spec_of)
+    return next((made(of[most]) for most in sorted(of) if 0 < d <= most and d % 8 == 0), None)
+
+
+def offered() -> list[KernelSpec]:
+    """All that `spec_for` gives."""
+    return [*map(spec_of, _FORWARD_OF.values()), *map(backward_spec_of, _BACKWARD_OF.values())]
 
 
 def examples(arch: str) -> list[KernelSpec]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.graph.epilogue import parse
+from fx_fuser.kernels import attention
 from fx_fuser.kernels.folded import fold_spec
 from fx_fuser.kernels.unaligned import family_of, gemm_of
 from fx_fuser.native.kernel_spec import KernelSpec
@@ -92,6 +93,7 @@ def _all(arch: str) -> Iterator[KernelSpec]:
             yield from _convolution("implicit", tail, _BF16, weight)
         for rows, width in ODD:
             yield from _attention_of(rows, width)
+        yield from attention.offered()
 
 
 def _linear(product: str, tail: str, dtype: torch.dtype) -> list[KernelSpec]:

@@ -33,7 +33,7 @@ from fx_fuser.native import binaries
 from fx_fuser.ops import run
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes import shortcuts
-from fx_fuser.passes.gemm_pass import call, each_pass, joint_uuid
+from fx_fuser.passes.graph_pass import call, each_pass, joint_uuid
 from fx_fuser.passes.memory import Memory
 
 _aten = torch.ops.aten

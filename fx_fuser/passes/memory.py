@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from fx_fuser.graph.read.nodes import hint_of
-from fx_fuser.passes.gemm_pass import GEMMS
+from fx_fuser.passes.graph_pass import GEMMS
 
 _SLACK = 1 / 256  # of a peak: room for the first layers' weights beside their images
 _OF_THE_LIBRARY = {*GEMMS, torch.ops.aten.convolution.default}

@@ -44,7 +44,7 @@ from fx_fuser.native import limits
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import EARLY_PASS, Options
 from fx_fuser.passes import unaligned
-from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
+from fx_fuser.passes.graph_pass import GEMMS, GraphPass, call, loaded
 from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
@@ -75,7 +75,7 @@ _POINTWISE = {_aten.clone.default, torch.ops.prims.convert_element_type.default}
 
 
 @dataclass(frozen=True)
-class Padding(GemmPass):
+class Padding(GraphPass):
     """16-bit gemms of odd sizes, padded."""
 
     COUNTERS = COUNTERS
@@ -344,7 +344,7 @@ def _with_kernels(gemms: Sequence[_Gemm], strict: bool) -> list[_Gemm]:
     there: set[tuple[KernelSpec, torch.device]] = set()
     for device, of_device in specs.items():
         if plan.unavailable(device) is None:
-            there |= {(s, device) for s in unaligned.loaded([*of_device], device, strict)}
+            there |= {(s, device) for s in loaded([*of_device], device, unaligned.KIND, strict)}
     found = []
     for gemm in gemms:
         has_kernel = (gemm.spec, gemm.forms[0].device) in there

@@ -29,7 +29,7 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, is_small, reset_fall
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
-from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
+from fx_fuser.passes.graph_pass import GEMMS, GraphPass, call
 from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate, Timing
@@ -42,7 +42,7 @@ SPLIT_PRODUCT = torch.ops.fx_fuser.split_product.default
 
 
 @dataclass(frozen=True)
-class Products(GemmPass):
+class Products(GraphPass):
     """fp32 gemms by the split kernel."""
 
     COUNTERS = COUNTERS

@@ -40,8 +40,8 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
-from fx_fuser.passes import products
-from fx_fuser.passes.gemm_pass import call
+from fx_fuser.passes import attention_split, products
+from fx_fuser.passes.graph_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
 from fx_fuser.planning import bench_ops
 from fx_fuser.planning.bench_ops import TensorForm
@@ -218,15 +218,18 @@ class Passes:
         if self.kernels is None:
             return {}
         last = products.pass_for(self.options, self.inputs, self.narrow)
-        found = {JOINT_PASS: pass_for(self.options, last, self.narrow), LAST_PASS: last}
-        return {setting: made for setting, made in found.items() if made is not None}
+        if last is None:
+            return {}
+        first = pass_for(self.options, last, self.narrow)
+        passes: dict[str, Any] = {LAST_PASS: attention_split.behind(last)}
+        return passes if first is None else {JOINT_PASS: first, **passes}
 
 
 def pass_for(
-    options: Options, last: Products | None, narrow: Sequence[torch.dtype]
+    options: Options, last: Products, narrow: Sequence[torch.dtype]
 ) -> Provenance | None:
     """The pass, if there is a cast to find. last: the other pass, which has loaded the kernels."""
-    if last is None or not narrow:
+    if not narrow:
         return None
     return Provenance(last.strict, last.on_cpu, options.users_pass(JOINT_PASS), tuple(narrow))
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_fuser.errors import BuildError
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.unaligned import family_for, form_of, gemm_of, is_bandwidth_bound, unaligned
-from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.passes.gemm_pass import GEMMS, call
+from fx_fuser.passes.graph_pass import GEMMS, call, loaded
 from fx_fuser.planning.bench_ops import TensorForm
 
+KIND = "16-bit gemms"
 SUFFIX = "_unaligned"  # of the operation's name in the counters
 _aten = torch.ops.aten
 PRODUCT = torch.ops.fx_fuser.unaligned_product.default
@@ -82,36 +81,6 @@ def candidate(spec: KernelSpec, left: Tensor, right: Tensor) -> Callable[[], Seq
     return lambda: (PRODUCT(left, right.mT, None, spec.name, sizes),)
 
 
-_failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
-
-
-def loaded(
-    specs: Sequence[KernelSpec], device: torch.device, strict: bool = False
-) -> set[KernelSpec]:
-    """Builds and loads the kernels, all at once; those that are there. One warning names what does
-    not build, which is not tried again.
-
-    Raises:
-        BuildError: strict, and one does not build.
-    """
-    wanted = [spec for spec in specs if (spec, device) not in _failed]
-    try:
-        load.prepare(wanted, device)
-        return set(wanted)
-    except BuildError as error:
-        if strict:
-            raise
-        warnings.warn(
-            f"fx_fuser leaves 16-bit gemms to the library: {error}; please report it", stacklevel=2
-        )
-    for spec in wanted:
-        try:
-            load.prepare([spec], device)
-        except BuildError:
-            _failed.add((spec, device))
-    return {spec for spec in wanted if (spec, device) not in _failed}
-
-
 # What the op calls whose kernel nobody has loaded. It returns nothing: if the kernel does not
 # build, the op finds none again, and takes the library from then on.
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
@@ -120,7 +89,7 @@ _LIBRARY.define("load_unaligned(Tensor a, int[] sizes) -> ()")
 
 def _load(a: Tensor, sizes: Sequence[int]) -> None:
     try:
-        loaded([gemm_of(unaligned(*sizes), a.dtype)], a.device)
+        loaded([gemm_of(unaligned(*sizes), a.dtype)], a.device, KIND)
     except Exception as error:
         warnings.warn(
             f"fx_fuser leaves a 16-bit gemm to the library: {type(error).__name__}: {error}; "

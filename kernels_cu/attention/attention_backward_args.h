@@ -39,10 +39,11 @@ constexpr int kAttentionQueriesPadded = 128;  // a head's have room for a multip
 struct AttentionDeltaArgs {
   AttentionRows out;
   AttentionRows d_out;
-  const float* lse;
+  const float* lse;              // [head of all batches, lse_rows]
   AttentionOfQuery* of_queries;  // [head of all batches, padded]
   int64_t count;                 // of that
   int32_t queries;
+  int32_t lse_rows;
   int32_t padded;
   int32_t heads;
   int32_t d;

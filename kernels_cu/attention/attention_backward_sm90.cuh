@@ -51,7 +51,7 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   if (lane != 0) return;
   constexpr float kLog2OfE = 1.44269504088896341f;
   const float lse =
-      is_there ? args.lse[int64_t{head} * args.queries + query] * kLog2OfE : -minus_infinity();
+      is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
   args.of_queries[index] = {lse, sum};
 }
 

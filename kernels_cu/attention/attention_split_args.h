@@ -62,10 +62,11 @@ struct AttentionSplitArgs {
   TensorMap tile_map[2];
   AttentionRows q;
   AttentionRows out;
-  float* lse;   // [batch, head, query], or null
+  float* lse;   // [batch, head, lse_rows], infinity beyond the last query; or null
   float scale;  // of the logits, by log2(e)
   int32_t d;
   int32_t queries;
+  int32_t lse_rows;  // of a head, not more than its blocks have
   int32_t keys;
   int32_t heads;         // of a batch's queries
   int32_t heads_of_key;  // that share a head of keys

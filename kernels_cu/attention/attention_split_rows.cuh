@@ -217,17 +217,20 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
   for (int r = 0; r < 2; ++r) {
     const float sum = sum_of_row(state.sum[r]);
     const int query = place.row_of(unit, r);
-    if (query >= args.queries) continue;
-    const float factor = Scale::unscale_of(value_scale) / sum;
-    float* to = row_at(args.out, unit.batch, unit.head, query);
-    store_row(to, args.d, place, r, result, factor);
-    if (args.lse != nullptr && place.c == 0) {
-      const int64_t row = int64_t{unit.batch * args.heads + unit.head} * args.queries + query;
+    const bool is_there = query < args.queries;
+    if (is_there) {
+      const float factor = Scale::unscale_of(value_scale) / sum;
+      float* to = row_at(args.out, unit.batch, unit.head, query);
+      store_row(to, args.d, place, r, result, factor);
+    }
+    if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
+      const int64_t row = int64_t{unit.batch * args.heads + unit.head} * args.lse_rows + query;
       // Both numbers small, as the backward takes weights anew from this alone; what the offset of
       // `take` lost is in the sum.
       const float offset = state.largest[r] - Weights<L>::kExponent;
       const float logarithm = log2f(sum * Weights<L>::kUnscale);
-      args.lse[row] = (offset + Weights<L>::kExponent + logarithm) * kLn2;
+      const float lse = (offset + Weights<L>::kExponent + logarithm) * kLn2;
+      args.lse[row] = is_there ? lse : -minus_infinity();
     }
   }
 }

@@ -38,9 +38,14 @@ int64_t load_attention_backward(const Sources& from) {
   kernels->d_keys = pass("fx_fuser_attention_d_keys");
   if (kernels->shape.apart) kernels->d_values = pass("fx_fuser_attention_d_values");
   kernels->multiprocessors = multiprocessors_of(from.device);
-  return keep<>(from, std::move(kernels));
+  return keep<AttentionBackwardKernels>(from, std::move(kernels));
 }
 const AddLoader kAttentionBackwardLoader("attention_backward", load_attention_backward);
+
+// Rows of `of_queries` that a head has.
+int64_t padded_queries(const Tensor& q) {
+  return ceil_div(q.size(2), kAttentionQueriesPadded) * kAttentionQueriesPadded;
+}
 
 // One call's tensors. d_k and d_v: of each query head.
 struct AttentionGradients {
@@ -59,9 +64,7 @@ struct AttentionGradients {
 
   int64_t heads_of_key() const { return q.size(1) / k.size(1); }
   int64_t all_heads() const { return q.size(0) * q.size(1); }
-  int64_t padded() const {
-    return ceil_div(q.size(2), kAttentionQueriesPadded) * kAttentionQueriesPadded;
-  }
+  int64_t padded() const { return padded_queries(q); }
 
   void check() const {
     check_attention(q, k, v, out, lse);
@@ -104,6 +107,7 @@ struct AttentionGradients {
     args.of_queries = queries();
     args.count = all_heads() * padded();
     args.queries = static_cast<int32_t>(q.size(2));
+    args.lse_rows = static_cast<int32_t>(lse.size(2));
     args.padded = static_cast<int32_t>(padded());
     args.heads = static_cast<int32_t>(q.size(1));
     args.d = static_cast<int32_t>(q.size(3));

@@ -32,7 +32,7 @@ int64_t load_attention_split(const Sources& from) {
   kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_attention_split",
                                kernels->shape.shared_bytes());
   kernels->multiprocessors = multiprocessors_of(from.device);
-  return keep<>(from, std::move(kernels));
+  return keep<AttentionSplitKernels>(from, std::move(kernels));
 }
 const AddLoader kAttentionSplitLoader("attention_split", load_attention_split);
 
@@ -76,6 +76,10 @@ void check_heads(std::initializer_list<std::pair<const Tensor*, const char*>> te
   }
 }
 
+// torch's logarithms of sums have room for a multiple of so many queries.
+constexpr int64_t kLseRows = 32;
+int64_t padded_lse(int64_t queries) { return ceil_div(queries, kLseRows) * kLseRows; }
+
 void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                      const std::optional<Tensor>& lse) {
   check_heads({{&q, "q"}, {&k, "k"}, {&v, "v"}, {&out, "out"}});
@@ -86,9 +90,13 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                   ", v ", to_string(v.sizes()), " into ", to_string(out.sizes()));
   if (!lse) return;
   require_cuda(*lse, "lse");
-  STD_TORCH_CHECK(lse->is_contiguous() && lse->scalar_type() == ScalarType::Float &&
-                      lse->numel() == q.size(0) * q.size(1) * q.size(2),
-                  "fx_fuser: lse of attention is not [batch, head, query] of float32");
+  const bool is_of_heads = lse->dim() == 3 && lse->is_contiguous() &&
+                           lse->scalar_type() == ScalarType::Float && lse->size(0) == q.size(0) &&
+                           lse->size(1) == q.size(1);
+  STD_TORCH_CHECK(
+      is_of_heads && lse->size(2) >= q.size(2) && lse->size(2) <= padded_lse(q.size(2)),
+      "fx_fuser: lse of attention is not [batch, head, query] of float32, with at most ",
+      "the queries to a multiple of ", kLseRows);
 }
 
 // Heads whose keys and values the L2 cache holds beside what else passes.
@@ -98,8 +106,9 @@ int64_t near_heads(const Tensor& k, int64_t heads_of_key) {
   return heads_of_key * std::max<int64_t>(kNearBytes / bytes, 1);
 }
 
-// out = softmax(scale · q kᵀ) v and, if asked for, lse = log(sum(exp(scale · q kᵀ))). Causal: query
-// i sees keys 0...i. False, and nothing is launched, where the kernel does not take these tensors.
+// out = softmax(scale · q kᵀ) v and, if asked for, lse = log(sum(exp(scale · q kᵀ))), infinity
+// where it has rows beyond the queries. Causal: query i sees keys 0...i. False, and nothing is
+// launched, where the kernel does not take these tensors.
 bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, const Tensor& k,
                          const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
                          double scale, bool is_causal) {
@@ -127,6 +136,7 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
   args.scale = static_cast<float>(scale * kLog2OfE);
   args.d = static_cast<int32_t>(d);
   args.queries = static_cast<int32_t>(q.size(2));
+  args.lse_rows = lse ? static_cast<int32_t>(lse->size(2)) : 0;
   args.keys = static_cast<int32_t>(k.size(2));
   args.heads = static_cast<int32_t>(q.size(1));
   args.heads_of_key = static_cast<int32_t>(q.size(1) / k.size(1));

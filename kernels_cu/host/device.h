@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -233,6 +234,14 @@ template <class Kernels>
 Registry<Kernels>& registry() {
   static Registry<Kernels> instance;
   return instance;
+}
+
+// A kernel that does not load is asked for once.
+bool is_first_miss(const std::string& kernel, int device) {
+  static std::mutex mutex;
+  static std::set<std::pair<std::string, int>> missed;
+  const std::lock_guard lock(mutex);
+  return missed.insert({kernel, device}).second;
 }
 
 void require_cuda(const Tensor& tensor, const char* name) {

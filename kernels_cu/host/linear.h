@@ -3,9 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -126,14 +124,6 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
     if (run_linear_dense(kernels, a, b, none, product, none, {})) return product;
   }
   return library_product(widened(a), widened(b), std::nullopt);
-}
-
-// A kernel that does not load is asked for once.
-bool is_first_miss(const std::string& kernel, int device) {
-  static std::mutex mutex;
-  static std::set<std::pair<std::string, int>> missed;
-  const std::lock_guard lock(mutex);
-  return missed.insert({kernel, device}).second;
 }
 
 // fx_fuser::unaligned_product on CUDA: a bᵀ + bias of one 16-bit type, of tensors with any strides

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/attention.h"
 #include "host/conv.h"
 #include "host/conv_backward.h"
 #include "host/folded.h"
@@ -266,6 +267,8 @@ Program program_of(const std::string& program) {
   if (name == "linear") return program_of(make_linear, text);
   if (name == "matmul") return program_of(make_matmul, text);
   if (name == "bmm") return program_of(make_bmm, text);
+  if (name == "attention") return program_of(make_attention, text);
+  if (name == "attention_backward") return program_of(make_attention_backward, text);
   if (name == "conv2d") return program_of(make_conv2d, text);
   if (name == "conv2d_batchnorm") return program_of(make_conv2d_batchnorm, text);
   if (name == "conv2d_backward") return program_of(conv2d_backward, text);

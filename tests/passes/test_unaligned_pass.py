@@ -21,9 +21,9 @@ from fx_fuser.errors import BuildError
 from fx_fuser.kernels import unaligned
 from fx_fuser.kernels.unaligned import ALIGNED, ALONG_K
 from fx_fuser.native import load
-from fx_fuser.passes import padding
+from fx_fuser.passes import graph_pass, padding
 from fx_fuser.passes import unaligned as unaligned_pass
-from fx_fuser.passes.unaligned import PRODUCT
+from fx_fuser.passes.unaligned import KIND, PRODUCT
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Timing
 
@@ -166,16 +166,16 @@ def test_what_does_not_build_is_left_and_said_once(monkeypatch: pytest.MonkeyPat
             raise BuildError("no room")
 
     monkeypatch.setattr(load, "prepare", prepare)
-    monkeypatch.setattr(unaligned_pass, "_failed", set())
+    monkeypatch.setattr(graph_pass, "_failed", set())
     with pytest.warns(UserWarning, match="16-bit gemms to the library: no room"):
-        assert unaligned_pass.loaded([good, bad], device) == {good}
+        assert graph_pass.loaded([good, bad], device, KIND) == {good}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert unaligned_pass.loaded([bad, good], device) == {good}
+        assert graph_pass.loaded([bad, good], device, KIND) == {good}
     assert tries == [2, 1, 1, 1]
-    monkeypatch.setattr(unaligned_pass, "_failed", set())
+    monkeypatch.setattr(graph_pass, "_failed", set())
     with pytest.raises(BuildError):
-        unaligned_pass.loaded([bad], device, strict=True)
+        graph_pass.loaded([bad], device, KIND, strict=True)
 
 
 @pytest.mark.parametrize("pads", [True, False])

@@ -1,11 +1,12 @@
-"""What the passes over Inductor's graphs of ATen operations have in common: gemms are looked at one
-by one, one that fails is left alone, and the user's own pass of the same setting runs first."""
+"""What the passes over Inductor's graphs of ATen operations have in common: gemms, or attentions,
+are looked at one by one, one that fails is left alone, and the user's own pass of the same setting
+runs first."""
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,8 +15,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
-from fx_fuser.native import binaries
+from fx_fuser.errors import BuildError
+from fx_fuser.native import binaries, load
+from fx_fuser.native.kernel_spec import KernelSpec
 
 _aten = torch.ops.aten
 # Operation → places of its two factors. An argument before them is added.
@@ -29,12 +33,14 @@ OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's met
 
 
 @dataclass(frozen=True)
-class GemmPass(CustomGraphPass):
-    """A pass over gemms. strict: raise what fails. on_cpu: replace there, too, untimed. before:
-    another pass of the user's, which runs first. COUNTERS: in `torch._dynamo.utils.counters`,
-    operation → how many."""
+class GraphPass(CustomGraphPass):
+    """A pass over the operations of TARGETS, by default gemms. strict: raise what fails. on_cpu:
+    replace there, too, untimed. before: another pass, the user's, which runs first. COUNTERS: in
+    `torch._dynamo.utils.counters`, operation → how many. KIND: what a warning calls one of them."""
 
     COUNTERS: ClassVar[str]
+    TARGETS: ClassVar[Collection[Any]] = GEMMS
+    KIND: ClassVar[str] = "a gemm"
     strict: bool = False
     on_cpu: bool = False
     before: Any = None
@@ -44,7 +50,7 @@ class GemmPass(CustomGraphPass):
             users(graph)
         replace = self.replacing(graph)
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in GEMMS:
+            if node.op != "call_function" or node.target not in self.TARGETS:
                 continue
             try:
                 replaced = replace(node)
@@ -55,14 +61,14 @@ class GemmPass(CustomGraphPass):
                 if self.strict:
                     raise
                 warnings.warn(
-                    f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; "
+                    f"fx_fuser leaves {self.KIND} to the library: {type(error).__name__}: {error}; "
                     "please report it",
                     stacklevel=2,
                 )
 
     @abstractmethod
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
-        """A function that replaces a gemm, if that is faster. It returns a suffix of the
+        """A function that replaces an operation, if that is faster. It returns a suffix of the
         operation's name, for the counter; None if the node stays."""
 
     def uuid(self) -> Any:
@@ -90,6 +96,36 @@ def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUE}
     values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-    with like.meta["val"].fake_mode:
+    with tree_leaves(like.meta["val"])[0].fake_mode:
         made.meta["val"] = target(*values, **named)
     return made
+
+
+_failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
+
+
+def loaded(
+    specs: Sequence[KernelSpec], device: torch.device, kind: str, strict: bool = False
+) -> set[KernelSpec]:
+    """Builds and loads the kernels, all at once; those that are there. One warning names what does
+    not build, which is not tried again. kind: of operations that the kernels are for.
+
+    Raises:
+        BuildError: strict, and one does not build.
+    """
+    wanted = [spec for spec in specs if (spec, device) not in _failed]
+    try:
+        load.prepare(wanted, device)
+        return set(wanted)
+    except BuildError as error:
+        if strict:
+            raise
+        warnings.warn(
+            f"fx_fuser leaves {kind} to the library: {error}; please report it", stacklevel=2
+        )
+    for spec in wanted:
+        try:
+            load.prepare([spec], device)
+        except BuildError:
+            _failed.add((spec, device))
+    return {spec for spec in wanted if (spec, device) not in _failed}

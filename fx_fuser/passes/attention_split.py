@@ -1,0 +1,293 @@
+"""Inductor's graph of ATen operations → the same, with fp32 attention by fp16 halves where faster.
+
+On CUDA, torch's attention of fp32 tensors without a mask is
+`aten._scaled_dot_product_efficient_attention` in this graph, F.multi_head_attention_forward's too.
+It and its backward are replaced apart, by functions of `fx_fuser.ops.attention_split`, which read
+what the other of torch's saves. Each is timed once beside torch's, for each sizes and strides. The
+pass runs behind that over gemms (`fx_fuser.passes.products`), on the same conditions.
+
+Kernels are for sizes of heads, which only the graph tells. If Inductor's cache has the graph, no
+pass sees it: then the op asks for its kernel when it first runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fx_fuser.kernels import attention
+from fx_fuser.native import limits, load
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.ops import run
+from fx_fuser.ops.attention_split import BACKWARD, FORWARD, LSE_ROWS
+from fx_fuser.passes.graph_pass import GraphPass, call, loaded
+from fx_fuser.passes.products import Products
+from fx_fuser.planning import bench_ops, contest
+from fx_fuser.planning.bench_ops import TensorForm
+from fx_fuser.planning.timing import Candidate
+
+log = logging.getLogger("fx_fuser.passes.attention_split")
+
+COUNTERS = "fx_fuser_attention"  # in `torch._dynamo.utils.counters`: operation → how many replaced
+_aten = torch.ops.aten
+ATTENTION = _aten._scaled_dot_product_efficient_attention.default
+ATTENTION_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+# Function → the operation's arguments that it reads.
+_TENSORS = {
+    FORWARD: ("query", "key", "value"),
+    BACKWARD: ("grad_out_", "query", "key", "value", "out", "logsumexp"),
+}
+_OF_KEYS = ("key", "value")
+
+
+@dataclass(frozen=True)
+class AttentionSplit(GraphPass):
+    """fp32 attention by fp16 halves."""
+
+    COUNTERS = COUNTERS
+    TARGETS = (ATTENTION, ATTENTION_BACKWARD)
+    KIND = "an attention"
+
+    def settings(self) -> tuple[Any, ...]:
+        return *super().settings(), *(spec.name for spec in attention.offered())
+
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        nodes = (n for n in graph.nodes if n.op == "call_function" and n.target in self.TARGETS)
+        sites = {node: site for node in nodes if (site := _Site.of(node, self.on_cpu))}
+        if not self.on_cpu:
+            sites = _with_kernels(sites, self.strict)
+        return functools.partial(self._replace, sites)
+
+    def _replace(self, sites: Mapping[Node, _Site], node: Node) -> str | None:
+        site = sites.get(node)
+        if site is None or not (self.on_cpu or site.gains()):
+            return None
+        site.replace()
+        return ""
+
+
+def behind(last: Products) -> AttentionSplit:
+    """The pass, which runs that over gemms first."""
+    return AttentionSplit(last.strict, last.on_cpu, last)
+
+
+# ---- one attention -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A node that a function of `fx_fuser.ops.attention_split` can compute.
+
+    tensors, forms: name → what it reads. one_head: keys and values of all heads are the same
+    memory. items: index → the node that takes this one of the results.
+    """
+
+    node: Node
+    function: str
+    tensors: Mapping[str, Node]
+    forms: Mapping[str, TensorForm]
+    one_head: bool
+    scale: float
+    causal: bool
+    items: Mapping[int, Node]
+    spec: KernelSpec
+
+    @classmethod
+    def of(cls, node: Node, on_cpu: bool) -> _Site | None:
+        """Of this node; None where torch's operation stays."""
+        function = FORWARD if node.target is ATTENTION else BACKWARD
+        given, items = _arguments(node), _items(node)
+        if items is None or not _is_plain(given) or not _makes(items, given):
+            return None
+        tensors = {name: given[name] for name in _TENSORS[function]}
+        forms = _forms(tensors, "cpu" if on_cpu else "cuda")
+        if forms is None or not _fit(forms):
+            return None
+        spec = attention.spec_for(forms["query"].size[-1], function == BACKWARD)
+        one_head = all(_is_one_head(forms[name]) for name in _OF_KEYS)
+        if one_head:
+            forms.update((name, _first_head(forms[name])) for name in _OF_KEYS)
+        if spec is None or not all(_is_aligned(f) for n, f in forms.items() if n != "logsumexp"):
+            return None
+        scale = forms["query"].size[-1] ** -0.5 if given["scale"] is None else given["scale"]
+        causal = given["is_causal"]
+        return cls(node, function, tensors, forms, one_head, float(scale), causal, items, spec)
+
+    @property
+    def device(self) -> torch.device:
+        return self.forms["query"].device
+
+    def is_small(self) -> bool:
+        """Is torch's done within some 10 us?  The kernel needs as much to begin."""
+        operations = 4 * math.prod(self.forms["query"].size) * self.forms["key"].size[2]
+        if self.causal:
+            operations //= 2
+        return operations / limits.of(self.device).fp32 < 10e-6
+
+    def gains(self) -> bool:
+        """Is it faster than torch's, at these sizes and strides?"""
+        forms = (f"{name} {form}" for name, form in self.forms.items())
+        key = (self.function, *forms, self.scale, self.causal, 1 in self.items)
+        times = contest.times(key, self._candidates, self.device)
+        if isinstance(times, str):
+            return False
+        torchs, fused = (took.gpu for took in times)
+        log.info("%s of %s: torch's %.4g ms, by halves %.4g", self.function,
+                 self.forms["query"].size, torchs, fused)  # fmt: skip
+        return contest.gains(fused, torchs)
+
+    def _candidates(self) -> list[Candidate]:
+        """Torch's, and by halves."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        values = {name: form.random(generator) for name, form in self.forms.items()}
+        values["query"] /= self.scale * self.forms["query"].size[-1] ** 0.5  # logits near 1
+        if self.function == BACKWARD:
+            operands = [values[name] for name in _TENSORS[FORWARD]]
+            made = run.IN_TORCH(*self._call(FORWARD, operands, True))
+            for name, saved in zip(("out", "logsumexp"), made):
+                values[name].copy_(saved)
+        arguments = self._call(self.function, [*values.values()], 1 in self.items)
+        runs = [functools.partial(op, *arguments) for op in (run.IN_TORCH, run.MANY)]
+        bench_ops.compare(runs, "attention by halves", torch.float32)
+        return [*map(Candidate, runs)]
+
+    def _call(self, function: str, tensors: Sequence[Any], save: bool) -> run.Arguments:
+        saved = [save] if function == FORWARD else []
+        given = self.spec.name, self.scale, self.causal, *saved
+        return run.arguments(function, (*tensors, *given))
+
+    def replace(self) -> None:
+        graph, node = self.node.graph, self.node
+        with graph.inserting_before(node):
+            read = [self._read(name) for name in _TENSORS[self.function]]
+            arguments = self._call(self.function, read, 1 in self.items)
+            if self.function == FORWARD and 1 not in self.items:
+                made = [call(graph, node, run.ONE, *arguments)]
+            else:
+                several = call(graph, node, run.MANY, *arguments)
+                count = len(several.meta["val"])
+                made = [call(graph, node, operator.getitem, several, i) for i in range(count)]
+            new = {i: made[i] if i < len(made) else _empty_like(item)
+                   for i, item in self.items.items()}  # fmt: skip
+        for i, item in self.items.items():
+            forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
+            if forms[0] != forms[1]:
+                raise RuntimeError(f"result {i} would be {forms[1]}, not {forms[0]}")
+        for i, item in self.items.items():
+            item.replace_all_uses_with(new[i])
+            graph.erase_node(item)
+        graph.erase_node(node)
+
+    def _read(self, name: str) -> Node:
+        tensor = self.tensors[name]
+        if not self.one_head or name not in _OF_KEYS:
+            return tensor
+        return call(tensor.graph, tensor, _aten.slice.Tensor, tensor, 1, 0, 1)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """By name, with those that are not given."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    names = [argument.name for argument in schema]
+    defaults = {argument.name: argument.default_value for argument in schema}
+    return {**defaults, **dict(zip(names, node.args)), **node.kwargs}
+
+
+def _items(node: Node) -> dict[int, Node] | None:
+    """Index → the node that takes this one of the results; None if one is used in another way."""
+    found: dict[int, Node] = {}
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[1] in found:
+            return None
+        found[user.args[1]] = user  # type: ignore[index]
+    return found
+
+
+def _is_plain(given: Mapping[str, Any]) -> bool:
+    """Is it attention without a bias and without dropout, whose numbers do not change?"""
+    scale = given["scale"]
+    if given["attn_bias"] is not None or type(given["is_causal"]) is not bool:
+        return False
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+        return False
+    return isinstance(given["dropout_p"], (int, float)) and given["dropout_p"] == 0
+
+
+def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:
+    """Does the function make all results that are used?"""
+    if any(not isinstance(item.meta.get("val"), Tensor) for item in items.values()):
+        return False
+    if "grad_input_mask" in given:
+        return not given["grad_input_mask"][3] and 3 not in items
+    return given["compute_log_sumexp"] is True or 1 not in items
+
+
+def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
+    """Of fp32 tensors on one such device, at their sizes in this trace; None if they are not."""
+    values = [n.meta.get("val") if isinstance(n, Node) else None for n in tensors.values()]
+    for value in values:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        if value.dtype != torch.float32 or value.device.type != device:
+            return None
+        if not isinstance(value.shape[-1], int) and value.ndim == 4:
+            return None
+    forms = [bench_ops.form_of_value(value) for value in values]
+    if None in forms or len({value.device for value in values}) > 1:  # type: ignore[union-attr]
+        return None
+    return dict(zip(tensors, forms))  # type: ignore[arg-type]
+
+
+def _fit(forms: Mapping[str, TensorForm]) -> bool:
+    """Are these one attention's, with as many heads of keys as of queries and something in each?"""
+    q, k, v = (forms[name].size for name in _TENSORS[FORWARD])
+    if len(q) != 4 or k != v or (*k[:2], *k[3:]) != (*q[:2], q[3]) or 0 in (*q, *k):
+        return False
+    if "out" not in forms:
+        return True
+    lse = forms["logsumexp"]
+    rows = -(-q[2] // LSE_ROWS) * LSE_ROWS
+    is_lse = (lse.size, lse.stride) == ((*q[:2], rows), (q[1] * rows, rows, 1))
+    return is_lse and forms["out"].size == forms["grad_out_"].size == q
+
+
+def _is_one_head(form: TensorForm) -> bool:
+    return form.size[1] > 1 and form.stride[1] == 0
+
+
+def _first_head(form: TensorForm) -> TensorForm:
+    size = (form.size[0], 1, *form.size[2:])
+    return dataclasses.replace(form, size=size)
+
+
+def _is_aligned(form: TensorForm) -> bool:
+    """May the kernel read its rows, with elements that are adjacent, in vectors of 16 bytes?"""
+    steps = [step for n, step in zip(form.size[:3], form.stride) if n > 1]
+    return not form.offset and form.stride[3] == 1 and all(s > 0 and s % 4 == 0 for s in steps)
+
+
+def _empty_like(item: Node) -> Node:
+    """torch's seed or offset, which nothing reads without dropout."""
+    value = item.meta["val"]
+    like = {"dtype": value.dtype, "device": value.device}
+    return call(item.graph, item, _aten.empty_strided.default, [], [], **like)
+
+
+def _with_kernels(sites: Mapping[Node, _Site], strict: bool) -> dict[Node, _Site]:
+    """Those whose kernel is loaded; all are built at once."""
+    found = {n: s for n, s in sites.items() if load.runs_on(s.spec, s.device) and not s.is_small()}
+    there: set[tuple[KernelSpec, torch.device]] = set()
+    for device in {site.device for site in found.values()}:
+        specs = {site.spec: None for site in found.values() if site.device == device}
+        there |= {(s, device) for s in loaded([*specs], device, "attention", strict)}
+    return {node: site for node, site in found.items() if (site.spec, site.device) in there}

@@ -1,0 +1,74 @@
+// Attention as graphs call it: results as torch has them. fx_fuser/ops/attention_split.py says what
+// the arguments mean.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "host/attention_backward.h"
+#include "host/attention_split.h"
+#include "host/made.h"
+
+namespace fx_fuser {
+namespace {
+
+// The kernels of this name; loaded if they were not, null where they do not load.
+template <class Kernels>
+const Kernels* attention_kernels(const std::string& name, const Tensor& q) {
+  require_cuda(q, "q");
+  const int device = q.get_device_index();
+  const Kernels* found = registry<Kernels>().find(name, device);
+  if (found != nullptr || !is_first_miss(name, device)) return found;
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(q),
+                                    torch::stable::detail::from(name)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("fx_fuser::load_attention", "", stack.data(), TORCH_ABI_VERSION));
+  return registry<Kernels>().find(name, device);
+}
+
+// [batch, head, row, element] of q's batches, heads and elements; in memory rows come before heads.
+Tensor new_heads(const Tensor& q, int64_t rows) {
+  const int64_t heads = q.size(1);
+  const int64_t d = q.size(3);
+  const std::array<int64_t, 4> sizes{q.size(0), heads, rows, d};
+  const std::array<int64_t, 4> strides{rows * heads * d, d, heads * d, 1};
+  return new_strided(q, sizes.data(), strides.data(), sizes.size(), q.scalar_type());
+}
+
+// out and, if it is to be saved, lse. Nothing where the kernel does not take these tensors.
+std::optional<Made> make_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const std::string& kernel, double scale, bool is_causal,
+                                   bool save) {
+  const auto* kernels = attention_kernels<AttentionSplitKernels>(kernel, q);
+  if (kernels == nullptr) return std::nullopt;
+  const Tensor out = new_heads(q, q.size(2));
+  std::optional<Tensor> lse;
+  if (save) {
+    lse = new_dense(q, {q.size(0), q.size(1), padded_lse(q.size(2))}, ScalarType::Float);
+  }
+  if (!run_attention_split(*kernels, q, k, v, out, lse, scale, is_causal)) return std::nullopt;
+  return Made(out, lse);
+}
+
+// dq, and dk and dv of each query head, likewise.
+std::optional<Made> make_attention_backward(const Tensor& d_out, const Tensor& q, const Tensor& k,
+                                            const Tensor& v, const Tensor& out, const Tensor& lse,
+                                            const std::string& kernel, double scale,
+                                            bool is_causal) {
+  const auto* kernels = attention_kernels<AttentionBackwardKernels>(kernel, q);
+  if (kernels == nullptr) return std::nullopt;
+  const Tensor d_q = new_heads(q, q.size(2));
+  const Tensor d_k = new_heads(q, k.size(2));
+  const Tensor d_v = new_heads(q, k.size(2));
+  const Tensor of_queries =
+      new_dense(q, {q.size(0), q.size(1), padded_queries(q), 2}, ScalarType::Float);
+  const AttentionGradients call{q,          k,   v,   out, lse,   d_out,
+                                of_queries, d_q, d_k, d_v, scale, is_causal};
+  if (!run_attention_backward(*kernels, call)) return std::nullopt;
+  return Made(std::vector<Tensor>{d_q, d_k, d_v});
+}
+
+}  // namespace
+}  // namespace fx_fuser
