@@ -90,8 +90,10 @@ def judge(
         # All terms of a gradient may cancel: then errors are all that is left.
         small = bound if is_small or norm <= 1e-9 * other.norm() else max(FLOOR, of_lse) * norm
         if not error <= max(MOST * usual_error, small):
-            failures.append(f"{what}: {name}'s error {error / norm:.2e}, "
-                            f"torch's {usual_error / norm:.2e}, bound {small / norm:.2e}")  # fmt: skip
+            failures.append(
+                f"{what}: {name}'s error {error / norm:.2e}, torch's {usual_error / norm:.2e}, "
+                f"bound {small / norm:.2e}"
+            )
     for name, (part, whole) in zip(NAMES, made):
         part.fill_(SENTINEL)
         if not bool((whole == SENTINEL).all()):
