@@ -69,8 +69,10 @@ struct GuessedScale {
     // Of an infinity no scale makes halves; what is finite beside it keeps its own.
     const bool is_finite = largest < __uint_as_float(0x7F800000);
     if (!is_finite || (scaled < 0x1p15f && is_large_enough)) return true;
+    // Of subnormal values no scale makes large ones.
+    const float before = scale;
     scale = Scale::of(largest, kHeadRoom).scale;
-    return false;
+    return scale == before;
   }
 };
 

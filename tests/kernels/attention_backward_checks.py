@@ -6,6 +6,7 @@ import functools
 import random
 
 import attention_bounds
+import attention_special
 import torch
 from attention_checks import (
     FEW,
@@ -160,9 +161,20 @@ def lengths(failures: list[str], shape: int) -> None:
         judge(failures, what, shape, q, k, v, d_out, causal, 0.125)
 
 
-def made(shape: int, tensors: list[Tensor], causal: bool) -> list[Tensor]:
+def special_values(failures: list[str], shape: int) -> None:
+    for what, operands in attention_special.cases(attention.BACKWARD_SHAPES[shape][0], CUDA):
+        for causal in (False, True):
+            told = f"{what}, causal {causal}, shape {shape}"
+            found = made(shape, operands, causal, attention_special.SCALE)
+            for name, gradient in zip(NAMES, found):
+                attention_special.compare(failures, told, gradient, operands, causal, name)
+
+
+def made(
+    shape: int, tensors: list[Tensor], causal: bool, scale: float | None = None
+) -> list[Tensor]:
     q, k, v, d_out = tensors
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = forward(shape, q, k, v, scale, causal)
     to = [torch.full_like(t, float("nan")) for t in (q, k, v)]
     assert kernels.attention_backward(

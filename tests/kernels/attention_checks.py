@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 import attention_bounds
+import attention_special
 import torch
 import torch.nn.functional as F
 from checks import SENTINEL, agree_over_two_streams
@@ -179,21 +180,12 @@ def one_key(failures: list[str], shape: int) -> None:
 
 
 def special_values(failures: list[str], shape: int) -> None:
-    """A NaN comes out in the rows, or the columns, that see it, and nowhere else."""
-    nan = float("nan")
-    for what, row, column in (("q", 3, 1), ("k", 5, 2), ("v", 5, 2)):
-        q, k, v = one(shape, 9, 9)
-        {"q": q, "k": k, "v": v}[what][0, 0, row, column] = nan
-        out = made(shape, q, k, v, causal=True)
-        expected = torch.zeros_like(out, dtype=torch.bool)
-        if what == "q":
-            expected[0, 0, row] = True
-        elif what == "k":
-            expected[0, 0, row:] = True
-        else:  # a hidden value's weight is zero, and zero times NaN is one, here as in torch
-            expected[0, 0, :, column] = True
-        if not torch.equal(out.isnan(), expected):
-            failures.append(f"NaN in {what}, shape {shape}: {out.isnan().nonzero()[:4].tolist()}")
+    for what, operands in attention_special.cases(attention.SHAPES[shape][0], CUDA):
+        for causal in (False, True):
+            q, k, v, _ = operands
+            out = made(shape, q, k, v, causal, attention_special.SCALE)
+            told = f"{what}, causal {causal}, shape {shape}"
+            attention_special.compare(failures, told, out, operands, causal, "out")
 
 
 def refusals(failures: list[str]) -> None:
@@ -227,9 +219,12 @@ def many_keys(failures: list[str], shape: int) -> None:
         judge(failures, f"{keys} keys, positive, shape {shape}", shape, q, k, v.abs(), False, scale)
 
 
-def made(shape: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def made(
+    shape: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None
+) -> Tensor:
     out = torch.full_like(q, float("nan"))
-    assert kernels.attention_split(attention.spec_of(shape), q, k, v, out, is_causal=causal)
+    spec = attention.spec_of(shape)
+    assert kernels.attention_split(spec, q, k, v, out, scale=scale, is_causal=causal)
     return out
 
 
