@@ -89,7 +89,9 @@ def judge(
     for name, value, right, other, bound in zip(NAMES, to, wanted, theirs, bounds):
         error, usual_error, norm = *((t - right).norm() for t in (value, other)), right.norm()
         # All terms of a gradient may cancel: then errors are all that is left.
-        small = bound if is_small or norm <= 1e-9 * other.norm() else max(FLOOR, of_lse) * norm
+        small = (
+            bound.norm() if is_small or norm <= 1e-9 * other.norm() else max(FLOOR, of_lse) * norm
+        )
         if not error <= max(MOST * usual_error, small):
             failures.append(
                 f"{what}: {name}'s error {error / norm:.2e}, torch's {usual_error / norm:.2e}, "

@@ -59,19 +59,15 @@ class _Case:
         return spread.clamp_min(0) + own.square() + (2 * BIT * self.out).square()
 
 
-def _norm(squares: Tensor) -> float:
-    return MOST * float(squares.sum().sqrt())
-
-
-def of_result(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> float:
-    """Of the norm of out's error."""
-    return _norm(_Case(q, k, v, scale, causal).lost_out())
+def of_result(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """Of each error of out. That of a norm is the norm of these."""
+    return MOST * _Case(q, k, v, scale, causal).lost_out().sqrt()
 
 
 def of_gradients(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool
-) -> list[float]:
-    """Of the norms of dq's, dk's and dv's errors."""
+) -> list[Tensor]:
+    """Of each error of dq, of dk and of dv, likewise."""
     case, d_out = _Case(q, k, v, scale, causal), d_out.double()
     weights = case.weights
     inner = d_out @ case.v.mT
@@ -92,4 +88,4 @@ def of_gradients(
     dk = (own + of_lse + of_delta).mT @ case.q.square() + product(score.mT, case.q)
     of_weights = weights.square() * (case.lost_logits.square() + case.lost_lse)
     dv = of_weights.mT @ d_out.square() + product(weights.mT, d_out)
-    return [scale * _norm(dq), scale * _norm(dk), _norm(dv)]
+    return [scale * MOST * dq.sqrt(), scale * MOST * dk.sqrt(), MOST * dv.sqrt()]

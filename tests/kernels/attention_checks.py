@@ -97,8 +97,8 @@ def judge(
     error = relative(out, wanted)
     small = FLOOR
     if out.numel() < FEW:
-        of_norm = attention_bounds.of_result(*of_query_heads(q, k, v), scale, causal)
-        small = of_norm / float(wanted.norm())
+        bounds = attention_bounds.of_result(*of_query_heads(q, k, v), scale, causal)
+        small = float(bounds.norm() / wanted.norm())
     bound = max(MOST * relative(usual(q, k, v, scale, causal), wanted), small)
     if not error <= bound:
         failures.append(f"{what}: error {error:.2e}, bound {bound:.2e}")
