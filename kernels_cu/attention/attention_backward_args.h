@@ -37,9 +37,9 @@ constexpr int kAttentionQueriesPadded = 128;  // a head's have room for a multip
 struct AttentionDeltaArgs {
   AttentionRows out;
   AttentionRows d_out;
-  const float* lse;              // [head of all batches, lse_rows]
-  AttentionQuery* of_queries;    // [head of all batches, padded]
-  int64_t count;                 // of that
+  const float* lse;            // [head of all batches, lse_rows]
+  AttentionQuery* of_queries;  // [head of all batches, padded]
+  int64_t count;               // of that
   int32_t queries;
   int32_t lse_rows;
   int32_t padded;

@@ -177,7 +177,9 @@ struct Consumer {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot]));
     }
   }
-  __device__ __forceinline__ auto& of_warp() const { return shared.of_warp[ptx::thread_index() / 32]; }
+  __device__ __forceinline__ auto& of_warp() const {
+    return shared.of_warp[ptx::thread_index() / 32];
+  }
   // unscale: of G's rows.
   __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
     const Place place = place_here();
@@ -327,7 +329,8 @@ struct Consumer {
 
   // sum += weights · tile, with its scale undone, and those of rows.
   __device__ __forceinline__ void add_product(float (&sum)[L::kSums], Weights<L>& weights,
-                                              bool second, const State& at, float left, float right) {
+                                              bool second, const State& at, float left,
+                                              float right) {
     keep(second, at);
     const float of_tile = shared.beside[at.slot].factor;
     const float unscale[2] = {left * of_tile, right * of_tile};
@@ -399,7 +402,7 @@ struct Consumer {
 
   // Are all gradients of the warp? The last tiles' words are of all of the unit's.
   template <int kValues, int kRows>
-  __device__ __forceinline__ bool is_sure(const Unit& unit,                                           const float (&d_values)[kValues],
+  __device__ __forceinline__ bool is_sure(const Unit& unit, const float (&d_values)[kValues],
                                           const float (&d_rows)[kRows]) const {
     const Place place = place_here();
     const auto columns = static_cast<float>(max(unit.tiles - unit.first_tile, 0) * L::kKeys);
@@ -429,9 +432,9 @@ struct Consumer {
         of_row &= is_product_sure(unscale.y, 1, second_squares[r], least, tiles[1].loss,
                                   kBearable * terms);
         const uint32_t exponent = shared.exponent[place.consumer][place.row + 8 * r];
-        of_row &= is_result_sure(
-            largest_in_row(d_rows, r),
-            lost_of_gradients(exponent, tiles[0].loss, tiles[0].largest, columns));
+        of_row &=
+            is_result_sure(largest_in_row(d_rows, r),
+                           lost_of_gradients(exponent, tiles[0].loss, tiles[0].largest, columns));
       }
       if constexpr (L::kMakesValues) {
         of_row &= is_result_sure(largest_in_row(d_values, r),

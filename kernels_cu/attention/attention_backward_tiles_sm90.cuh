@@ -51,7 +51,7 @@ struct Layout : Tiles<Shape<kShape>> {
   struct Columns {
     int first_column[Base::kStaged];  // in of_queries
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
-    float2 unscale[Base::kConsumers][kAttentionRows];  // of rows: of the first, and of the second
+    float2 unscale[Base::kConsumers][kAttentionRows];    // of rows: of the first, and of the second
     uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
     OfWarp of_warp[4 * Base::kConsumers];
   };

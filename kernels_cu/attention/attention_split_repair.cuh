@@ -152,8 +152,7 @@ __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, c
     multiply_in_fp32(q, first_query, k.at(first + lane), args.d, weight);
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      const float logit =
-          seen.has(r, first + lane) ? weight[r] * args.scale : minus_infinity();
+      const float logit = seen.has(r, first + lane) ? weight[r] * args.scale : minus_infinity();
       const float high = fmaxf(largest[r], largest_of_warp(logit));
       // Where all are minus infinity so far, weights are nothing, and no NaN.
       const float offset = high == minus_infinity() ? 0 : high;
