@@ -17,46 +17,12 @@
 //                               /*Out*/ float, /*q, k, v*/ float)
 #pragma once
 
+#include "attention/attention_backward_delta.cuh"
 #include "attention/attention_backward_repair.cuh"
 #include "attention/attention_split_feed_sm90.cuh"
 #include "attention/attention_split_products_sm90.cuh"
 
 namespace fx_fuser::attention_backward {
-
-// ---- of each query ------------------------------------------------------------------------------
-
-// Also of queries beyond the last one, which are none.
-__device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t index = int64_t{blockIdx.x} * kAttentionDeltaWarps + threadIdx.x / 32;
-  if (index >= args.count) return;
-  const int head = static_cast<int>(index / args.padded);
-  const int query = static_cast<int>(index - int64_t{head} * args.padded);
-  const bool is_there = query < args.queries;
-  float sum = 0;
-  float terms = 0;
-  float largest = 0;
-  if (is_there && 4 * lane < args.d) {
-    const int batch = head / args.heads;
-    const auto load = [&](const AttentionRows& rows) {
-      const float* from = row_at(rows, batch, head - batch * args.heads, query);
-      return *reinterpret_cast<const float4*>(from + 4 * lane);
-    };
-    const float4 a = load(args.out);
-    const float4 b = load(args.d_out);
-    sum = a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w);
-    terms = fabsf(a.x * b.x) + fabsf(a.y * b.y) + (fabsf(a.z * b.z) + fabsf(a.w * b.w));
-    largest = largest_of(b);
-  }
-  sum = sum_of_warp(sum);
-  terms = sum_of_warp(terms);
-  largest = largest_of_warp(largest);
-  if (lane != 0) return;
-  constexpr float kLog2OfE = 1.44269504088896341f;
-  const float lse =
-      is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
-  args.of_queries[index] = {{lse, sum}, terms, largest};
-}
 
 // ---- of each score ------------------------------------------------------------------------------
 
@@ -177,8 +143,11 @@ struct Consumer {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot]));
     }
   }
-  __device__ __forceinline__ auto& of_warp() const {
-    return shared.of_warp[ptx::thread_index() / 32];
+  __device__ __forceinline__ int& unit_of_warp() const {
+    return shared.unit_of_warp[ptx::thread_index() / 32];
+  }
+  __device__ __forceinline__ TilesSoFar& so_far_of_warp(bool second) const {
+    return shared.so_far_of_warp[ptx::thread_index() / 32][second];
   }
   // unscale: of G's rows.
   __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
@@ -192,10 +161,9 @@ struct Consumer {
   }
   // What is known of the tile, and of those before it, for the unit's end: no register holds it.
   __device__ __forceinline__ void keep(bool second, const State& at) const {
-    if (ptx::thread_index() % 32 == 0) {
-      const BesideTile& beside = shared.beside[at.slot];
-      of_warp().tiles[second] = {beside.loss, beside.largest};
-    }
+    const uint32_t from = ptx::shared_address(&shared.beside[at.slot].all);
+    const uint32_t to = ptx::shared_address(&so_far_of_warp(second));
+    if (ptx::thread_index() % 32 == 0) ptx::store_shared_pair(to, ptx::load_shared_pair(from));
   }
   __device__ __forceinline__ const void* second_hi() const {
     if constexpr (!L::kKeepsSecond) return shared.second_hi.of[number];
@@ -351,7 +319,11 @@ struct Consumer {
 
   __device__ __forceinline__ void run(int index) {
     const Unit unit = L::unit_at(args, index);
-    if (threadIdx.x % 32 == 0) of_warp() = {index, {}};
+    __syncwarp();  // all lanes have read what is written over
+    if (threadIdx.x % 32 == 0) {
+      unit_of_warp() = index;
+      so_far_of_warp(false) = so_far_of_warp(true) = TilesSoFar{};
+    }
     load(unit);
     float d_values[L::kMakesValues ? L::kSums : 1];
     float d_rows[L::kMakesRows ? L::kSums : 1];
@@ -392,7 +364,7 @@ struct Consumer {
       }
     }
     // Found anew, so that no register holds it meanwhile.
-    const Unit done = L::unit_at(args, of_warp().unit);
+    const Unit done = L::unit_at(args, unit_of_warp());
     store(done, d_values, d_rows);
     if (!is_sure(done, d_values, d_rows)) {
       const Place place = place_here();
@@ -406,7 +378,9 @@ struct Consumer {
                                           const float (&d_rows)[kRows]) const {
     const Place place = place_here();
     const auto columns = static_cast<float>(max(unit.tiles - unit.first_tile, 0) * L::kKeys);
-    const auto& tiles = of_warp().tiles;
+    __syncwarp();  // what lanes have kept
+    const TilesSoFar of_first = so_far_of_warp(false);
+    const TilesSoFar of_second = so_far_of_warp(true);
     float first_squares[2];
     float second_squares[2];
     first.squares(place, 0, first_squares);
@@ -420,7 +394,7 @@ struct Consumer {
       const int row = place.row_of(unit, r);
       const float2 unscale = shared.unscale[place.consumer][place.row + 8 * r];
       bool of_row = is_product_sure(unscale.x * args.log_scale, args.log_scale, first_squares[r],
-                                    kLeastOperand, tiles[0].loss, kBearable);
+                                    kLeastOperand, of_first.loss, kBearable);
       if constexpr (L::kMakesRows) {
         // Of keys the producer has compared with each query's terms.
         float terms = 1;
@@ -429,16 +403,16 @@ struct Consumer {
           terms = args.of_queries[of_head + row].terms;
         }
         const float least = L::kHasColumns ? kLeastOperand : kLeastGradient;
-        of_row &= is_product_sure(unscale.y, 1, second_squares[r], least, tiles[1].loss,
+        of_row &= is_product_sure(unscale.y, 1, second_squares[r], least, of_second.loss,
                                   kBearable * terms);
         const uint32_t exponent = shared.exponent[place.consumer][place.row + 8 * r];
         of_row &=
             is_result_sure(largest_in_row(d_rows, r),
-                           lost_of_gradients(exponent, tiles[0].loss, tiles[0].largest, columns));
+                           lost_of_gradients(exponent, of_first.loss, of_first.largest, columns));
       }
       if constexpr (L::kMakesValues) {
         of_row &= is_result_sure(largest_in_row(d_values, r),
-                                 lost_of_values(tiles[1].loss, tiles[1].largest, columns));
+                                 lost_of_values(of_second.loss, of_second.largest, columns));
       }
       sure &= of_row || row >= args.row_count;
     }
@@ -486,7 +460,7 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
     consumer.turns.begin();
     for (int index = static_cast<int>(blockIdx.x); index < args.units;) {
       consumer.run(index);
-      index = consumer.of_warp().unit + static_cast<int>(gridDim.x);
+      index = consumer.unit_of_warp() + static_cast<int>(gridDim.x);
     }
     consumer.turns.end();
   }

@@ -7,6 +7,7 @@
 namespace fx_fuser::attention_backward {
 
 using attention_split::Tiles;
+using attention_split::TilesSoFar;
 using attention_split::Unit;
 
 enum class Pass {
@@ -39,21 +40,15 @@ struct Layout : Tiles<Shape<kShape>> {
     typename Base::Rows first_lo;
     typename Base::Rows second_lo;
   };
-  // Of a consumer's warp: what no register holds across a unit's tiles.
-  struct OfWarp {
-    int unit;
-    struct {
-      float loss;
-      float largest;
-    } tiles[2];  // BesideTile's, of the first and of the second
-  };
   // Where rows are queries, theirs lie here: 64 a warpgroup.
   struct Columns {
     int first_column[Base::kStaged];  // in of_queries
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
     float2 unscale[Base::kConsumers][kAttentionRows];    // of rows: of the first, and of the second
     uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
-    OfWarp of_warp[4 * Base::kConsumers];
+    // Of a consumer's warp: what no register holds across a unit's tiles.
+    alignas(8) TilesSoFar so_far_of_warp[4 * Base::kConsumers][2];  // first, second
+    int unit_of_warp[4 * Base::kConsumers];
   };
   struct Nothing {};
   struct Shared : std::conditional_t<kKeepsSecond, Nothing, HiOfSecond>,

@@ -218,12 +218,12 @@ __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const
     // Beside a row, whose halves' norm is 2^14 at least.
     float loss = unscale * (1 + L::kRootOfD * 0x1p-14f * tile.largest * scale);
     if (L::kHasColumns && of_values) loss *= tile.strain;
-    beside.loss = fmaxf(beside.loss, fits ? loss : infinity());
+    beside.all.loss = fmaxf(beside.all.loss, fits ? loss : infinity());
     beside.quantum = fmaxf(beside.quantum, fits ? unscale : infinity());
-    beside.largest = fmaxf(beside.largest, tile.largest);
+    beside.all.largest = fmaxf(beside.all.largest, tile.largest);
   }
   shared.so_far[of_values] = beside;
-  if (!L::kMultipliesBoth && of_values) beside.loss = shared.so_far[0].loss;
+  if (!L::kMultipliesBoth && of_values) beside.all.loss = shared.so_far[0].all.loss;
   shared.beside[slot] = beside;
 }
 

@@ -269,7 +269,7 @@ __device__ __forceinline__ bool store(const AttentionSplitArgs& args, const Unit
       store_row(to, args.d, place, r, result, factor);
       // Weights add up to 1, and of each the halves lose as of a scaled value.
       const float of_weights =
-          sqrtf(static_cast<float>(unit.tiles * L::kKeys)) * of_values.largest / sum;
+          sqrtf(static_cast<float>(unit.tiles * L::kKeys)) * of_values.all.largest / sum;
       const float lost = kLost * (of_values.quantum + of_weights);
       all_sure = all_sure && sure[r] && is_result_sure(largest * factor, lost);
     }

@@ -137,7 +137,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sure[r] = is_product_sure(query.unscale[r], args.scale, squares[r], kLeastOperand,
-                                of_values.loss, kBearable);
+                                of_values.all.loss, kBearable);
     }
     // Found anew, so that no register holds it meanwhile.
     const Unit done = L::unit_at(args, ptx::opaque(index));

@@ -29,11 +29,14 @@ constexpr int kProducerBarrier = 7;
 
 // What a producer tells of a tile. All but the factor: the largest of the unit's tiles so far, so
 // that the last one's are of all. attention_split_sure.cuh has their use.
+struct alignas(8) TilesSoFar {
+  float loss;     // what halves lose of products of rows with them, or with keys ahead of them
+  float largest;  // magnitude
+};
 struct alignas(16) BesideTile {
   float factor;   // undoes the scale of keys, or is that of values
-  float loss;     // what halves lose of products of rows with it, or with keys ahead of it
   float quantum;  // what undoes its scale; as loss, infinite where halves do not fit
-  float largest;  // magnitude
+  TilesSoFar all;
 };
 
 // Of, has kIs, an AttentionShape: what forward and backward have alike.
