@@ -16,22 +16,13 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 # Of kAttentionShapes: the largest head, a block's queries and a tile's keys. The contract of
 # kernels_cu/host/contract.h compares them when the shim is loaded.
-SHAPES = (
-    *((64, 128, 128), (64, 192, 64), (64, 128, 64), (128, 128, 64)),
-    *((64, 128, 128), (64, 128, 64)),  # with two warpgroups that make halves
-    (128, 128, 64),  # with more fp32 tiles on their way, and fewer of halves
-)
+SHAPES = ((64, 128, 128), (128, 128, 64))
 
 # Of kAttentionBackwardShapes, likewise: a block's rows, queries or keys, and a tile's.
-BACKWARD_SHAPES = (
-    (64, 128, 64),
-    (128, 128, 64),
-    (128, 128, 64),  # with more fp32 tiles on their way, and fewer of halves
-)
+BACKWARD_SHAPES = ((64, 128, 64), (128, 128, 64))
 
-# By the largest head, the shape that graphs run. One each, since each costs a compilation: on an
-# H200 (2026-11-28) none of the others was faster at any of benchmarks/attention.py's sizes.
-_FORWARD_OF = {64: 0, 128: 6}
+# By the largest head, the shape that graphs run.
+_FORWARD_OF = {64: 0, 128: 1}
 _BACKWARD_OF = {64: 0, 128: 1}
 
 

@@ -16,11 +16,10 @@ struct AttentionBackwardShape {
   constexpr bool keeps_second() const { return tiles.d <= 64; }
   constexpr int shared_bytes() const {
     const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second() ? 2 : 3);
-    const int words = tiles.slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + tiles.staged * 8 +
-                      2 * 4 * 4 * tiles.producers /*largest*/;
-    const int columns = (words + 15) / 16 * 16 +
+    const int columns = (tiles.words() + 15) / 16 * 16 +
                         (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
-                        (tiles.slots * tiles.keys + tiles.rows()) * 8;
+                        (tiles.slots * tiles.keys + tiles.rows()) * 8 + tiles.rows() /*exponent*/ +
+                        tiles.consumers * 4 * 20 /*of a warp*/;
     return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns;
   }
 };
@@ -28,7 +27,6 @@ struct AttentionBackwardShape {
 constexpr AttentionBackwardShape kAttentionBackwardShapes[] = {
     {{64, 64, 2, 1, 4, 6, 216}, false},
     {{128, 64, 2, 1, 1, 3, 216}, true},
-    {{128, 64, 2, 1, 2, 2, 216}, true},
 };
 constexpr int kAttentionBackwardShapeCount =
     sizeof(kAttentionBackwardShapes) / sizeof(kAttentionBackwardShapes[0]);
@@ -39,9 +37,9 @@ constexpr int kAttentionQueriesPadded = 128;  // a head's have room for a multip
 struct AttentionDeltaArgs {
   AttentionRows out;
   AttentionRows d_out;
-  const float* lse;              // [head of all batches, lse_rows]
-  AttentionOfQuery* of_queries;  // [head of all batches, padded]
-  int64_t count;                 // of that
+  const float* lse;            // [head of all batches, lse_rows]
+  AttentionQuery* of_queries;  // [head of all batches, padded]
+  int64_t count;               // of that
   int32_t queries;
   int32_t lse_rows;
   int32_t padded;
@@ -52,10 +50,11 @@ struct AttentionDeltaArgs {
 struct AttentionBackwardArgs {
   // Of k and v, or q and dO, as AttentionSplitArgs'.
   TensorMap tile_map[2];
+  AttentionRows tiles[2];  // the same
   AttentionRows rows[2];   // q and dO, or k and v
   AttentionRows d_values;  // dv of each query head, or nothing
   AttentionRows d_rows;    // dq, or dk of each query head, or nothing
-  const AttentionOfQuery* of_queries;
+  const AttentionQuery* of_queries;
   float log_scale;  // of the logits, by log2(e)
   float scale;
   int32_t d;

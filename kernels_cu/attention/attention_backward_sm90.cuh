@@ -17,43 +17,12 @@
 //                               /*Out*/ float, /*q, k, v*/ float)
 #pragma once
 
-#include "attention/attention_backward_tiles_sm90.cuh"
+#include "attention/attention_backward_delta.cuh"
+#include "attention/attention_backward_repair.cuh"
 #include "attention/attention_split_feed_sm90.cuh"
 #include "attention/attention_split_products_sm90.cuh"
 
 namespace fx_fuser::attention_backward {
-
-using namespace attention_split;
-
-// ---- of each query ------------------------------------------------------------------------------
-
-// Also of queries beyond the last one, which are none.
-__device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t index = int64_t{blockIdx.x} * kAttentionDeltaWarps + threadIdx.x / 32;
-  if (index >= args.count) return;
-  const int head = static_cast<int>(index / args.padded);
-  const int query = static_cast<int>(index - int64_t{head} * args.padded);
-  const bool is_there = query < args.queries;
-  float sum = 0;
-  if (is_there && 4 * lane < args.d) {
-    const int batch = head / args.heads;
-    const auto load = [&](const AttentionRows& rows) {
-      const float* from = row_at(rows, batch, head - batch * args.heads, query);
-      return *reinterpret_cast<const float4*>(from + 4 * lane);
-    };
-    const float4 a = load(args.out);
-    const float4 b = load(args.d_out);
-    sum = a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w);
-  }
-#pragma unroll
-  for (int with = 16; with > 0; with /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, with);
-  if (lane != 0) return;
-  constexpr float kLog2OfE = 1.44269504088896341f;
-  const float lse =
-      is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
-  args.of_queries[index] = {lse, sum};
-}
 
 // ---- of each score ------------------------------------------------------------------------------
 
@@ -174,6 +143,28 @@ struct Consumer {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot]));
     }
   }
+  __device__ __forceinline__ int& unit_of_warp() const {
+    return shared.unit_of_warp[ptx::thread_index() / 32];
+  }
+  __device__ __forceinline__ TilesSoFar& so_far_of_warp(bool second) const {
+    return shared.so_far_of_warp[ptx::thread_index() / 32][second];
+  }
+  // unscale: of G's rows.
+  __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
+    const Place place = place_here();
+    if (place.c != 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint8_t& exponent = shared.exponent[place.consumer][place.row + 8 * r];
+      exponent = max(uint32_t{exponent}, __float_as_uint(unscale[r]) >> 23);
+    }
+  }
+  // What is known of the tile, and of those before it, for the unit's end: no register holds it.
+  __device__ __forceinline__ void keep(bool second, const State& at) const {
+    const uint32_t from = ptx::shared_address(&shared.beside[at.slot].all);
+    const uint32_t to = ptx::shared_address(&so_far_of_warp(second));
+    if (ptx::thread_index() % 32 == 0) ptx::store_shared_pair(to, ptx::load_shared_pair(from));
+  }
   __device__ __forceinline__ const void* second_hi() const {
     if constexpr (!L::kKeepsSecond) return shared.second_hi.of[number];
     return nullptr;
@@ -203,13 +194,14 @@ struct Consumer {
       for (int r = 0; r < 2; ++r) {
         shared.unscale[number][place.row + 8 * r] =
             make_float2(first.unscale[r], L::kMakesRows ? second.unscale[r] : 0);
+        shared.exponent[number][place.row + 8 * r] = 0;
       }
     }
     if constexpr (!L::kHasColumns) {
       const int64_t of_head = int64_t{unit.batch * args.heads + unit.head} * args.padded;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const AttentionOfQuery query = args.of_queries[of_head + place.row_of(unit, r)];
+        const AttentionOfQuery query = args.of_queries[of_head + place.row_of(unit, r)].of;
         if (place.c == 0) shared.column[place.consumer][place.row + 8 * r] = query;
       }
     }
@@ -275,7 +267,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t at = unscale_at + 8 * r * sizeof(float2);
-      const float of_tile = shared.factor[of_first.slot] * args.log_scale;
+      const float of_tile = shared.beside[of_first.slot].factor * args.log_scale;
       // Where it is nothing at all, a hidden score must stay an infinity.
       scores.score_unscale[r] = fmaxf(ptx::load_shared_word(at) * of_tile, 0x1p-126f);
       if constexpr (L::kMakesRows) {
@@ -305,8 +297,10 @@ struct Consumer {
 
   // sum += weights · tile, with its scale undone, and those of rows.
   __device__ __forceinline__ void add_product(float (&sum)[L::kSums], Weights<L>& weights,
-                                              const State& at, float left, float right) {
-    const float of_tile = shared.factor[at.slot];
+                                              bool second, const State& at, float left,
+                                              float right) {
+    keep(second, at);
+    const float of_tile = shared.beside[at.slot].factor;
     const float unscale[2] = {left * of_tile, right * of_tile};
     float product[L::kSums];
     ptx::pin(product);
@@ -325,6 +319,11 @@ struct Consumer {
 
   __device__ __forceinline__ void run(int index) {
     const Unit unit = L::unit_at(args, index);
+    __syncwarp();  // all lanes have read what is written over
+    if (threadIdx.x % 32 == 0) {
+      unit_of_warp() = index;
+      so_far_of_warp(false) = so_far_of_warp(true) = TilesSoFar{};
+    }
     load(unit);
     float d_values[L::kMakesValues ? L::kSums : 1];
     float d_rows[L::kMakesRows ? L::kSums : 1];
@@ -340,27 +339,84 @@ struct Consumer {
       pipeline.advance();
       Scores<L> scores;
       multiply_rows(of_first, of_second, scores);
-      const float second_factor = L::kMakesRows ? shared.factor[of_second.slot] : 0;
-      if constexpr (!L::kMakesValues) release(of_second);
+      const float second_factor = L::kMakesRows ? shared.beside[of_second.slot].factor : 0;
+      if constexpr (!L::kMakesValues) {
+        keep(true, of_second);
+        release(of_second);
+      }
       hide(unit, tile, scores);
       Weights<L> weights;
       Weights<L> gradient;
       float unscale[2];
       weigh(of_first, second_factor, scores, weights, gradient, unscale);
       if constexpr (!L::kMakesRows) {
+        keep(false, of_first);
         release(of_first);
         wait(of_second);
       }
       if constexpr (L::kMakesValues) {
         constexpr float kUnscale = Weights<L>::kUnscale;
-        add_product(d_values, weights, of_second, kUnscale, kUnscale);
+        add_product(d_values, weights, true, of_second, kUnscale, kUnscale);
       }
       if constexpr (L::kMakesRows) {
-        add_product(d_rows, gradient, of_first, unscale[0], unscale[1]);
+        add_product(d_rows, gradient, false, of_first, unscale[0], unscale[1]);
+        keep_largest(unscale);
       }
     }
     // Found anew, so that no register holds it meanwhile.
-    store(L::unit_at(args, ptx::opaque(index)), d_values, d_rows);
+    const Unit done = L::unit_at(args, unit_of_warp());
+    store(done, d_values, d_rows);
+    if (!is_sure(done, d_values, d_rows)) {
+      const Place place = place_here();
+      Repair<L>{args, done}.run(place.row_of(done, 0) - place.g);
+    }
+  }
+
+  // Are all gradients of the warp? The last tiles' words are of all of the unit's.
+  template <int kValues, int kRows>
+  __device__ __forceinline__ bool is_sure(const Unit& unit, const float (&d_values)[kValues],
+                                          const float (&d_rows)[kRows]) const {
+    const Place place = place_here();
+    const auto columns = static_cast<float>(max(unit.tiles - unit.first_tile, 0) * L::kKeys);
+    __syncwarp();  // what lanes have kept
+    const TilesSoFar of_first = so_far_of_warp(false);
+    const TilesSoFar of_second = so_far_of_warp(true);
+    float first_squares[2];
+    float second_squares[2];
+    first.squares(place, 0, first_squares);
+    if constexpr (L::kMakesRows) {
+      const uint32_t hi_at = L::kKeepsSecond ? 0 : ptx::shared_address(second_hi());
+      second.squares(place, hi_at, second_squares);
+    }
+    bool sure = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = place.row_of(unit, r);
+      const float2 unscale = shared.unscale[place.consumer][place.row + 8 * r];
+      bool of_row = is_product_sure(unscale.x * args.log_scale, args.log_scale, first_squares[r],
+                                    kLeastOperand, of_first.loss, kBearable);
+      if constexpr (L::kMakesRows) {
+        // Of keys the producer has compared with each query's terms.
+        float terms = 1;
+        if constexpr (!L::kHasColumns) {
+          const int64_t of_head = int64_t{unit.batch * args.heads + unit.head} * args.padded;
+          terms = args.of_queries[of_head + row].terms;
+        }
+        const float least = L::kHasColumns ? kLeastOperand : kLeastGradient;
+        of_row &= is_product_sure(unscale.y, 1, second_squares[r], least, of_second.loss,
+                                  kBearable * terms);
+        const uint32_t exponent = shared.exponent[place.consumer][place.row + 8 * r];
+        of_row &=
+            is_result_sure(largest_in_row(d_rows, r),
+                           lost_of_gradients(exponent, of_first.loss, of_first.largest, columns));
+      }
+      if constexpr (L::kMakesValues) {
+        of_row &= is_result_sure(largest_in_row(d_values, r),
+                                 lost_of_values(of_second.loss, of_second.largest, columns));
+      }
+      sure &= of_row || row >= args.row_count;
+    }
+    return __all_sync(0xFFFFFFFF, sure);
   }
 
   template <int kValues, int kRows>
@@ -402,9 +458,9 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
     ptx::take_registers<L::kConsumerRegisters>();
     Consumer<L> consumer{args, shared, warpgroup, {warpgroup}, {}, {}, {}};
     consumer.turns.begin();
-    for (int index = static_cast<int>(blockIdx.x); index < args.units;
-         index += static_cast<int>(gridDim.x)) {
+    for (int index = static_cast<int>(blockIdx.x); index < args.units;) {
       consumer.run(index);
+      index = consumer.unit_of_warp() + static_cast<int>(gridDim.x);
     }
     consumer.turns.end();
   }

@@ -7,6 +7,7 @@
 namespace fx_fuser::attention_backward {
 
 using attention_split::Tiles;
+using attention_split::TilesSoFar;
 using attention_split::Unit;
 
 enum class Pass {
@@ -27,6 +28,7 @@ struct Layout : Tiles<Shape<kShape>> {
   using Base = Tiles<Shape<kShape>>;
   using Args = AttentionBackwardArgs;
   static constexpr bool kHasColumns = kPass != Pass::kQueries;  // tiles are of queries
+  static constexpr bool kMultipliesBoth = true;
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
   static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second();
@@ -42,7 +44,11 @@ struct Layout : Tiles<Shape<kShape>> {
   struct Columns {
     int first_column[Base::kStaged];  // in of_queries
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
-    float2 unscale[Base::kConsumers][kAttentionRows];  // of rows: of the first, and of the second
+    float2 unscale[Base::kConsumers][kAttentionRows];    // of rows: of the first, and of the second
+    uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
+    // Of a consumer's warp: what no register holds across a unit's tiles.
+    alignas(8) TilesSoFar so_far_of_warp[4 * Base::kConsumers][2];  // first, second
+    int unit_of_warp[4 * Base::kConsumers];
   };
   struct Nothing {};
   struct Shared : std::conditional_t<kKeepsSecond, Nothing, HiOfSecond>,
@@ -71,6 +77,12 @@ struct Layout : Tiles<Shape<kShape>> {
   template <class Feed>
   static __device__ __forceinline__ int column_of(const Args& args, const Feed& feed) {
     return (feed.batch * args.heads + feed.head) * args.padded + feed.tile * Base::kKeys;
+  }
+  static __device__ __forceinline__ bool has_results(bool second) {
+    return second ? kMakesValues : kMakesRows;
+  }
+  static __device__ __forceinline__ float least_of(bool second) {
+    return kHasColumns && second ? attention_split::kLeastGradient : attention_split::kLeastOperand;
   }
   // Products of a tile begin at zero, so that each may have a scale of its own.
   static constexpr bool kKeepsScale = false;

@@ -29,16 +29,18 @@ struct AttentionShape {
   // Where registers are too few for both halves of the queries, lo is in shared memory.
   constexpr bool keeps_lo() const { return d <= 64; }
   constexpr int queries_bytes() const { return keeps_lo() ? 0 : rows() * d * 2; }
+  // Bytes of barriers, and of what is known of tiles.
+  constexpr int words() const {
+    return slots * (2 * 8 /*barriers*/ + 16 /*beside*/) + 2 * 16 /*so far*/ + staged * 8 +
+           2 * 2 * 4 * 4 * producers /*largest, strain*/;
+  }
   constexpr int shared_bytes() const {
-    const int words = slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + staged * 8 +
-                      2 * 4 * 4 * producers /*largest*/;
-    return (slots + staged) * tile_bytes() + queries_bytes() + (words + 7) / 8 * 8;
+    return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16;
   }
 };
 
 constexpr AttentionShape kAttentionShapes[] = {
-    {64, 128, 2, 1, 3, 4, 216}, {64, 64, 3, 1, 4, 6, 152},  {64, 64, 2, 1, 4, 6, 208},
-    {128, 64, 2, 1, 2, 4, 216}, {64, 128, 2, 2, 3, 4, 192}, {64, 64, 2, 2, 4, 6, 192},
+    {64, 128, 2, 1, 3, 4, 216},
     {128, 64, 2, 1, 3, 3, 216},
 };
 constexpr int kAttentionShapeCount = sizeof(kAttentionShapes) / sizeof(kAttentionShapes[0]);
@@ -57,10 +59,20 @@ struct AttentionOfQuery {
   float delta;  // sum of out · dO
 };
 
+// Of a query, as memory has it.
+struct AttentionQuery {
+  AttentionOfQuery of;
+  float terms;    // sum of |out · dO|
+  float largest;  // of |dO|
+};
+constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
+
 struct AttentionSplitArgs {
   // Of k and v as [2 * elements of 16 bits, keys, heads, batches]: TMA copies bits.
   TensorMap tile_map[2];
   AttentionRows q;
+  AttentionRows k;
+  AttentionRows v;
   AttentionRows out;
   float* lse;   // [batch, head, lse_rows], infinity beyond the last query; or null
   float scale;  // of the logits, by log2(e)

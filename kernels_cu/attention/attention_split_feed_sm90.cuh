@@ -2,8 +2,7 @@
 // halves of them.
 #pragma once
 
-#include "attention/attention_split_tiles_sm90.cuh"
-#include "common/split_sm90.cuh"
+#include "attention/attention_split_sure.cuh"
 
 namespace fx_fuser::attention_split {
 
@@ -70,8 +69,10 @@ struct GuessedScale {
     // Of an infinity no scale makes halves; what is finite beside it keeps its own.
     const bool is_finite = largest < __uint_as_float(0x7F800000);
     if (!is_finite || (scaled < 0x1p15f && is_large_enough)) return true;
+    // Of subnormal values no scale makes large ones.
+    const float before = scale;
     scale = Scale::of(largest, kHeadRoom).scale;
-    return false;
+    return scale == before;
   }
 };
 
@@ -92,11 +93,32 @@ struct Part {
   }
 };
 
-// This thread's part of the tile, with this scale; its largest magnitude, NaN left out.
+// This thread's part of the tile, with this scale: keys of four columns. NaN are left out.
+struct LargestOfColumns {
+  float of[4];
+
+  __device__ __forceinline__ void take(const float4& value) {
+    of[0] = fmaxf(of[0], fabsf(value.x));
+    of[1] = fmaxf(of[1], fabsf(value.y));
+    of[2] = fmaxf(of[2], fabsf(value.z));
+    of[3] = fmaxf(of[3], fabsf(value.w));
+  }
+  __device__ __forceinline__ float largest() const {
+    return fmaxf(fmaxf(of[0], of[1]), fmaxf(of[2], of[3]));
+  }
+  // Do halves keep too little of a column?
+  __device__ __forceinline__ bool is_lost(float scale) const {
+    bool any = false;
+#pragma unroll
+    for (const float one : of) any = any || loses(one, scale);
+    return any;
+  }
+};
+
 template <class L>
-__device__ __forceinline__ float make_halves(typename L::Tile& tile,
-                                             const typename L::StagedTile& staged, float scale,
-                                             int thread) {
+__device__ __forceinline__ LargestOfColumns make_halves(typename L::Tile& tile,
+                                                        const typename L::StagedTile& staged,
+                                                        float scale, int thread) {
   constexpr int kBoxes = L::kD / kFloats;
   constexpr int kWarps = L::kProducerThreads / 32;
   constexpr int kStep = kWarps / kBoxes * 8 * kSpan;  // to a warp's next eight keys
@@ -116,7 +138,7 @@ __device__ __forceinline__ float make_halves(typename L::Tile& tile,
     to[i] = ptx::shared_address(tile.part[0][box / 2]) + first +
             (Part::to_of(lane, i) ^ static_cast<uint32_t>(box % 2 * 64));
   }
-  float largest = 0;
+  LargestOfColumns largest{};
   const auto load = [&](float4(&value)[2], int steps) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) value[i] = ptx::load_shared(from[i] + steps * kStep);
@@ -124,7 +146,7 @@ __device__ __forceinline__ float make_halves(typename L::Tile& tile,
   const auto halve = [&](const float4(&value)[2], int steps) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      largest = fmaxf(largest, largest_of(value[i]));
+      largest.take(value[i]);
       const SplitPair left = split(value[i].x * scale, value[i].y * scale);
       const SplitPair right = split(value[i].z * scale, value[i].w * scale);
       ptx::store_shared_pair(to[i] + steps * kStep, make_uint2(left.hi, right.hi));
@@ -150,19 +172,59 @@ __device__ __forceinline__ float make_halves(typename L::Tile& tile,
   return largest;
 }
 
-// The largest of all threads. Behind it all have read what was staged, and written their halves.
-template <class L>
-__device__ __forceinline__ float largest_of_all(typename L::Shared& shared, float largest,
-                                                uint32_t parity, int thread) {
-  const uint32_t of_warp = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(largest));
-  if (thread % 32 == 0) shared.largest[parity][thread / 32] = of_warp;
-  ptx::fence_async_proxy();
-  ptx::barrier_sync<L::kProducerThreads>(kProducerBarrier);
-  uint32_t all = shared.largest[parity][0];
+// What threads know of a tile, and then the largest of all.
+struct OfThreads {
+  float largest;
+  // Infinite where halves lose too much. Else, of tiles of dO, 1 / the smallest of its queries'
+  // sums of |out · dO|: what is lost of a row of dO vᵀ is to be little beside that.
+  float strain;
+
+  // Behind it all have read what was staged, and written their halves.
+  template <class L>
+  __device__ __forceinline__ void meet(typename L::Shared& shared, uint32_t parity, int thread) {
+    const uint32_t largest_bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(largest));
+    const uint32_t strain_bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(strain));
+    if (thread % 32 == 0) {
+      shared.largest[parity][thread / 32] = largest_bits;
+      shared.strain[parity][thread / 32] = strain_bits;
+    }
+    ptx::fence_async_proxy();
+    ptx::barrier_sync<L::kProducerThreads>(kProducerBarrier);
+    largest = of_warps<L>(shared.largest[parity]);
+    strain = of_warps<L>(shared.strain[parity]);
+  }
+
+ private:
+  template <class L, int kWarps>
+  static __device__ __forceinline__ float of_warps(const uint32_t (&bits)[kWarps]) {
+    uint32_t all = bits[0];
 #pragma unroll
-  for (int warp = 1; warp < L::kProducerThreads / 32; ++warp)
-    all = max(all, shared.largest[parity][warp]);
-  return __uint_as_float(all);
+    for (int warp = 1; warp < kWarps; ++warp) all = max(all, bits[warp]);
+    return __uint_as_float(all);
+  }
+};
+
+// By one thread. What consumers are told of a tile, and of the unit's tiles before it.
+template <class L>
+__device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const OfThreads& tile,
+                                     float scale, bool of_values, bool is_first) {
+  BesideTile beside = shared.so_far[of_values];
+  if (is_first) beside = BesideTile{};
+  beside.factor = L::factor_of(of_values, scale);
+  if (tile.largest > 0) {
+    const float unscale = Scale::unscale_of(scale);
+    const bool fits = tile.largest >= L::least_of(of_values) && tile.largest < infinity() &&
+                      tile.strain < infinity();
+    // Beside a row, whose halves' norm is 2^14 at least.
+    float loss = unscale * (1 + L::kRootOfD * 0x1p-14f * tile.largest * scale);
+    if (L::kHasColumns && of_values) loss *= tile.strain;
+    beside.all.loss = fmaxf(beside.all.loss, fits ? loss : infinity());
+    beside.quantum = fmaxf(beside.quantum, fits ? unscale : infinity());
+    beside.all.largest = fmaxf(beside.all.largest, tile.largest);
+  }
+  shared.so_far[of_values] = beside;
+  if (!L::kMultipliesBoth && of_values) beside.all.loss = shared.so_far[0].all.loss;
+  shared.beside[slot] = beside;
 }
 
 template <class L>
@@ -197,27 +259,32 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
     firsts >>= 1;
     --count;
     ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
-    AttentionOfQuery column{};  // on its way while halves are made
+    AttentionQuery column{};  // on its way while halves are made
     if constexpr (L::kHasColumns) {
-      if (thread < L::kKeys && !of_values) {
-        column = args.of_queries[shared.first_column[staged] + thread];
-      }
+      if (thread < L::kKeys) column = args.of_queries[shared.first_column[staged] + thread];
     }
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
+    OfThreads tile;
     bool is_done = false;
 #pragma unroll 1
     while (!is_done) {
-      const float mine =
-          make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged], guess.scale, thread);
+      const float scale = guess.scale;
+      const LargestOfColumns mine =
+          make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged], scale, thread);
+      const bool is_lost = L::has_results(of_values) && mine.is_lost(scale);
+      tile = {mine.largest(), is_lost ? infinity() : 0};
       if constexpr (L::kHasColumns) {
-        if (thread < L::kKeys && !of_values) shared.column[pipeline.slot][thread] = column;
+        if (thread < L::kKeys && !of_values) shared.column[pipeline.slot][thread] = column.of;
+        if (thread < L::kKeys && of_values) {
+          tile.strain = fmaxf(tile.strain, strain_of(column, scale));
+        }
       }
-      const float largest = largest_of_all<L>(shared, mine, parity, thread);
+      tile.template meet<L>(shared, parity, thread);
       parity ^= 1;
-      is_done = guess.confirm(largest, L::kKeepsScale && of_values && !is_first);
+      is_done = guess.confirm(tile.largest, L::kKeepsScale && of_values && !is_first);
     }
     if (thread == 0) {
-      shared.factor[pipeline.slot] = L::factor_of(of_values, guess.scale);
+      tell<L>(shared, pipeline.slot, tile, guess.scale, of_values, is_first);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot]));
     }
     bring_next(staged);

@@ -4,8 +4,7 @@
 // eight columns 2c and 2c + 1.
 #pragma once
 
-#include "attention/attention_split_tiles_sm90.cuh"
-#include "common/split_sm90.cuh"
+#include "attention/attention_split_sure.cuh"
 
 namespace fx_fuser::attention_split {
 
@@ -19,7 +18,7 @@ __device__ __forceinline__ float sum_of_row(float value) {
   return value + __shfl_xor_sync(0xFFFFFFFF, value, 2);
 }
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000); }
+constexpr float kLn2 = 0.693147180559945309f;
 
 // Where this thread's rows are.
 struct Place {
@@ -77,8 +76,7 @@ struct RowHalves {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const SplitPair both = split(value[r][i].x * scale[r], value[r][i].y * scale[r]);
-        const uint32_t line = i / 8 * kAttentionRows + place.row + 8 * r;
-        const uint32_t at = line * kSpan + (i % 8 ^ place.g) * 16 + place.c * 4;
+        const uint32_t at = place_of(place, i, r);
         if constexpr (kKeepsHi) {
           hi[i / 2][i % 2 * 2 + r] = both.hi;
         } else {
@@ -91,6 +89,32 @@ struct RowHalves {
         }
       }
     }
+  }
+  // The sum of each row's squares, scaled, from its hi. The same in a row's lanes.
+  __device__ __forceinline__ void squares(const Place& place, uint32_t hi_at,
+                                          float (&sum)[2]) const {
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int i = 0; i < kD / 8; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t both;
+        if constexpr (kKeepsHi) {
+          both = hi[i / 2][i % 2 * 2 + r];
+        } else {
+          both = __float_as_uint(ptx::load_shared_word(hi_at + place_of(place, i, r)));
+        }
+        const float2 value = __half22float2(reinterpret_cast<const __half2&>(both));
+        sum[r] = fmaf(value.x, value.x, fmaf(value.y, value.y, sum[r]));
+      }
+    }
+#pragma unroll
+    for (float& one : sum) one = sum_of_row(one);
+  }
+  // Of eight columns from 8i on: where a thread's two lie in shared memory.
+  static __device__ __forceinline__ uint32_t place_of(const Place& place, int i, int r) {
+    const uint32_t line = i / 8 * kAttentionRows + place.row + 8 * r;
+    return line * kSpan + (i % 8 ^ place.g) * 16 + place.c * 4;
   }
   // What a warpgroup's threads have stored becomes their wgmma's.
   static __device__ __forceinline__ void publish(const Place& place) {
@@ -207,32 +231,58 @@ __device__ __forceinline__ void store_row(float* row, int d, const Place& place,
   }
 }
 
-// value_scale: of the results so far.
+// The largest of a row's results, or a NaN. The same in a row's lanes.
+template <int kSums>
+__device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r) {
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < kSums; i += 4) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) largest = ptx::max_nan(largest, fabsf(sum[i + 2 * r + t]));
+  }
+  largest = ptx::max_nan(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
+  return ptx::max_nan(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+}
+
+__device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const Unit& unit,
+                                         int query) {
+  return args.lse + int64_t{unit.batch * args.heads + unit.head} * args.lse_rows + query;
+}
+
+// value_scale: of the results so far. of_values: of the last tile. sure: are the logits?
+// Are all of the warp's results?
 template <class L>
-__device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit& unit,
+__device__ __forceinline__ bool store(const AttentionSplitArgs& args, const Unit& unit,
                                       const Place& place, const RowState& state, float value_scale,
+                                      const BesideTile& of_values, const bool (&sure)[2],
                                       const float (&result)[L::kSums]) {
-  constexpr float kLn2 = 0.693147180559945309f;
+  bool all_sure = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = sum_of_row(state.sum[r]);
+    const float largest = largest_in_row(result, r);
     const int query = place.row_of(unit, r);
     const bool is_there = query < args.queries;
     if (is_there) {
       const float factor = Scale::unscale_of(value_scale) / sum;
       float* to = row_at(args.out, unit.batch, unit.head, query);
       store_row(to, args.d, place, r, result, factor);
+      // Weights add up to 1, and of each the halves lose as of a scaled value.
+      const float of_weights =
+          sqrtf(static_cast<float>(unit.tiles * L::kKeys)) * of_values.all.largest / sum;
+      const float lost = kLost * (of_values.quantum + of_weights);
+      all_sure = all_sure && sure[r] && is_result_sure(largest * factor, lost);
     }
     if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
-      const int64_t row = int64_t{unit.batch * args.heads + unit.head} * args.lse_rows + query;
       // Both numbers small, as the backward takes weights anew from this alone; what the offset of
       // `take` lost is in the sum.
       const float offset = state.largest[r] - Weights<L>::kExponent;
       const float logarithm = log2f(sum * Weights<L>::kUnscale);
       const float lse = (offset + Weights<L>::kExponent + logarithm) * kLn2;
-      args.lse[row] = is_there ? lse : -minus_infinity();
+      *lse_of(args, unit, query) = is_there ? lse : -minus_infinity();
     }
   }
+  return __all_sync(0xFFFFFFFF, all_sure);
 }
 
 }  // namespace fx_fuser::attention_split

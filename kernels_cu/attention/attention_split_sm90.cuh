@@ -19,6 +19,7 @@
 
 #include "attention/attention_split_feed_sm90.cuh"
 #include "attention/attention_split_products_sm90.cuh"
+#include "attention/attention_split_repair.cuh"
 
 namespace fx_fuser::attention_split {
 
@@ -45,13 +46,15 @@ struct Consumer {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot]), pipeline.phase);
   }
   __device__ __forceinline__ void release() {
+    __syncwarp();  // all lanes have read what lies beside the tile
     if (threadIdx.x % 32 == 0) {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[pipeline.slot]));
     }
     pipeline.advance();
   }
 
-  __device__ __forceinline__ void run(const Unit& unit) {
+  __device__ __forceinline__ void run(int index) {
+    const Unit unit = L::unit_at(args, index);
     RowHalves<L::kD, true, L::kKeepsLo> query;
     const void* query_lo = nullptr;
     if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[place.consumer];
@@ -68,6 +71,7 @@ struct Consumer {
     RowState state;
     state.clear();
     float value_scale = 1;
+    BesideTile of_values{};
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
@@ -80,7 +84,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // Where it is nothing at all, a hidden score must stay an infinity.
-        unscale[r] = fmaxf(query.unscale[r] * shared.factor[pipeline.slot], 0x1p-126f);
+        unscale[r] = fmaxf(query.unscale[r] * shared.beside[pipeline.slot].factor, 0x1p-126f);
       }
       // Pinned, else ptxas moves what made them between the products, and serialises those.
       ptx::pin(score);
@@ -109,7 +113,7 @@ struct Consumer {
       state.template take<L>(score, unscale, weights);
 
       wait();
-      const float scale = shared.factor[pipeline.slot];
+      const float scale = shared.beside[pipeline.slot].factor;
 #pragma unroll
       for (float& one : state.rescale) one *= scale * Scale::unscale_of(value_scale);
       value_scale = scale;
@@ -123,10 +127,23 @@ struct Consumer {
       turns.pass();
       ptx::wgmma_wait<0>();
       ptx::pin(product);
+      of_values = shared.beside[pipeline.slot];
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
-    store<L>(args, unit, place, state, value_scale, result);
+    float squares[2];
+    bool sure[2];
+    query.squares(place, 0, squares);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sure[r] = is_product_sure(query.unscale[r], args.scale, squares[r], kLeastOperand,
+                                of_values.all.loss, kBearable);
+    }
+    // Found anew, so that no register holds it meanwhile.
+    const Unit done = L::unit_at(args, ptx::opaque(index));
+    if (!store<L>(args, done, place, state, value_scale, of_values, sure, result)) {
+      repair<L::kD>(args, done, place.row_of(done, 0) - place.g);
+    }
   }
 };
 
@@ -154,7 +171,7 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
     consumer.turns.begin();
     for (int index = static_cast<int>(blockIdx.x); index < args.units;
          index += static_cast<int>(gridDim.x)) {
-      consumer.run(L::unit_at(args, index));
+      consumer.run(index);
     }
     consumer.turns.end();
   }

@@ -18,10 +18,26 @@ constexpr int kHalves = 64;  // of a span
 constexpr int kFloats = 32;  // of a span
 constexpr int kInstructionK = 16;
 
+// Below it, a largest magnitude makes factors that are no normal numbers beside others of its like.
+constexpr float kLeastOperand = 0x1p-30f;
+constexpr float kLeastGradient = 0x1p-70f;  // beside kLeastOperand
+
 // Named barriers; 0 is __syncthreads'.
 constexpr int kTurnBarrier = 1;     // and those of the further consumers
 constexpr int kQueriesBarrier = 4;  // likewise
 constexpr int kProducerBarrier = 7;
+
+// What a producer tells of a tile. All but the factor: the largest of the unit's tiles so far, so
+// that the last one's are of all. attention_split_sure.cuh has their use.
+struct alignas(8) TilesSoFar {
+  float loss;     // what halves lose of products of rows with them, or with keys ahead of them
+  float largest;  // magnitude
+};
+struct alignas(16) BesideTile {
+  float factor;   // undoes the scale of keys, or is that of values
+  float quantum;  // what undoes its scale; as loss, infinite where halves do not fit
+  TilesSoFar all;
+};
 
 // Of, has kIs, an AttentionShape: what forward and backward have alike.
 template <class Of>
@@ -37,6 +53,7 @@ struct Tiles {
   static constexpr int kSums = kD / 2;       // of a thread: its rows' results
   static constexpr int kScores = kKeys / 2;  // of a thread and tile
   static constexpr int kSpans = kD / kHalves;
+  static constexpr float kRootOfD = kD == 64 ? 8 : 11.3137085f;
   static constexpr int kRows = kIs.rows();  // of a block
   // Of a thread: what a block is launched with, divided anew.
   static constexpr int kLaunchRegisters = 64 * 1024 / kIs.threads() / 8 * 8;
@@ -62,11 +79,13 @@ struct Tiles {
   struct Pipeline {
     Tile tile[kSlots];
     StagedTile staged[kStaged];
+    BesideTile beside[kSlots];
+    BesideTile so_far[2];  // of keys and of values, as the producer has told it
     uint64_t full[kSlots];
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
-    float factor[kSlots];                 // undoes the scale of keys, or is that of values
     uint32_t largest[2][4 * kProducers];  // of a producer's warp
+    uint32_t strain[2][4 * kProducers];   // likewise, as feed_tiles has it
   };
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
   static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Rows) % 1024 == 0);
@@ -131,6 +150,7 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   using Args = AttentionSplitArgs;
   static constexpr bool kKeepsLo = Base::kIs.keeps_lo();
   static constexpr bool kHasColumns = false;
+  static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
 
   struct LoOfQueries {
     typename Base::Rows query_lo;
@@ -149,6 +169,9 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     unit.tiles = (seen + Base::kKeys - 1) / Base::kKeys;
     return unit;
   }
+  // Of which tiles are columns to keep a precision of their own?
+  static __device__ __forceinline__ bool has_results(bool of_values) { return of_values; }
+  static __device__ __forceinline__ float least_of(bool /*of_values*/) { return kLeastOperand; }
   // Sums of earlier tiles of values have their scale, so that it does not grow.
   static constexpr bool kKeepsScale = true;
   static __device__ __forceinline__ float factor_of(bool of_values, float scale) {

@@ -62,8 +62,8 @@ std::optional<Made> make_attention_backward(const Tensor& d_out, const Tensor& q
   const Tensor d_q = new_heads(q, q.size(2));
   const Tensor d_k = new_heads(q, k.size(2));
   const Tensor d_v = new_heads(q, k.size(2));
-  const Tensor of_queries =
-      new_dense(q, {q.size(0), q.size(1), padded_queries(q), 2}, ScalarType::Float);
+  const Tensor of_queries = new_dense(
+      q, {q.size(0), q.size(1), padded_queries(q), kAttentionQueryFloats}, ScalarType::Float);
   const AttentionGradients call{q,          k,   v,   out, lse,   d_out,
                                 of_queries, d_q, d_k, d_v, scale, is_causal};
   if (!run_attention_backward(*kernels, call)) return std::nullopt;

@@ -76,9 +76,9 @@ struct AttentionGradients {
     STD_TORCH_CHECK(fits, "fx_fuser: gradients of attention are not of its tensors' sizes");
     require_cuda(of_queries, "of_queries");
     STD_TORCH_CHECK(of_queries.is_contiguous() && of_queries.scalar_type() == ScalarType::Float &&
-                        of_queries.numel() == all_heads() * padded() * 2,
-                    "fx_fuser: of_queries of attention is not [batch, head, padded queries, 2] of ",
-                    "float32");
+                        of_queries.numel() == all_heads() * padded() * kAttentionQueryFloats,
+                    "fx_fuser: of_queries of attention is not [batch, head, padded queries, ",
+                    kAttentionQueryFloats, "] of float32");
   }
 
   bool is_taken(const AttentionBackwardShape& shape) const {
@@ -95,8 +95,8 @@ struct AttentionGradients {
            all_heads() <= kHighest / ceil_div(k.size(2), shape.tiles.rows());
   }
 
-  AttentionOfQuery* queries() const {
-    return reinterpret_cast<AttentionOfQuery*>(of_queries.data_ptr());
+  AttentionQuery* queries() const {
+    return reinterpret_cast<AttentionQuery*>(of_queries.data_ptr());
   }
 
   AttentionDeltaArgs delta_args() const {
@@ -125,6 +125,8 @@ struct AttentionGradients {
     AttentionBackwardArgs args{};
     args.tile_map[0] = map_of_heads(first_tiles, shape.tiles);
     args.tile_map[1] = map_of_heads(second_tiles, shape.tiles);
+    args.tiles[0] = rows_of(first_tiles);
+    args.tiles[1] = rows_of(second_tiles);
     args.rows[0] = rows_of(first);
     args.rows[1] = rows_of(second);
     args.d_rows = rows_of(of_queries_rows ? d_q : d_k);

@@ -130,6 +130,8 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
   args.tile_map[0] = map_of_heads(k, shape);
   args.tile_map[1] = map_of_heads(v, shape);
   args.q = rows_of(q);
+  args.k = rows_of(k);
+  args.v = rows_of(v);
   args.out = rows_of(out);
   args.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
   constexpr double kLog2OfE = 1.4426950408889634;

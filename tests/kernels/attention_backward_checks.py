@@ -5,29 +5,38 @@ from __future__ import annotations
 import functools
 import random
 
+import attention_bounds
+import attention_special
 import torch
-from attention_checks import FEW, LAYOUTS, MOST, exact, filled, heads, random_sizes, usual
+from attention_checks import (
+    FEW,
+    LAYOUTS,
+    MOST,
+    exact,
+    filled,
+    heads,
+    of_query_heads,
+    random_sizes,
+    usual,
+)
 from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
 
 from benchmarks import kernels
 from benchmarks.attention_backward import FORWARD
-from benchmarks.sm90 import CUDA, FLOOR, relative
+from benchmarks.sm90 import CUDA, FLOOR
 from fx_fuser.kernels import attention
 
 SHAPES = tuple(range(len(attention.BACKWARD_SHAPES)))
 NAMES = ("dq", "dk", "dv")
-# What is left of dO vᵀ - delta, where the first cancels most, has the error of what was there.
-OF_FEW = 2e-6  # where a head has fewer than FEW values of queries, or of keys
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool, wide: bool
 ) -> list[Tensor]:
     """By torch, of each query head; wide: in float64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    leaves = [(t.double() if wide else t.clone()).detach().requires_grad_() for t in (q, k, v)]
+    tensors = of_query_heads(q, k, v)
+    leaves = [(t.double() if wide else t.clone()).detach().requires_grad_() for t in tensors]
     a, b, c = leaves
     out = exact(a, b, c, scale, causal)[0] if wide else usual(a, b, c, scale, causal)
     return list(torch.autograd.grad(out, leaves, d_out.to(out.dtype)))
@@ -74,18 +83,20 @@ def judge(
     theirs = gradients(q, k, v, d_out, scale, causal, wide=False)
     # A row's weights are off by as much as its lse: half of a last bit, twice rounded.
     of_lse = 2**-24 * float(lse.abs().max())
-    for name, value, right, other in zip(NAMES, to, wanted, theirs):
-        if not bool(value.isfinite().all()):
-            failures.append(f"{what}: {name} is not finite")
-        if float(right.norm()) <= 1e-9 * float(other.norm()):  # terms cancel: what is left is error
-            if float(value.norm()) > 4 * float(other.norm()) + 1e-6 * float(d_out.norm()):
-                failures.append(f"{what}: {name} is not nearly zero")
-            continue
-        error, usual_error = relative(value, right), relative(other, right)
-        is_small = few or min(queries, k.shape[2]) * d < FEW
-        bound = max(MOST * usual_error, OF_FEW if is_small else FLOOR, of_lse)
-        if not error <= bound:
-            failures.append(f"{what}: {name}'s error {error:.2e}, torch's {usual_error:.2e}")
+    # Where a head has few values of queries or of keys, or one of its rows is all that counts.
+    is_small = few or min(queries, k.shape[2]) * d < FEW
+    bounds = attention_bounds.of_gradients(*of_query_heads(q, k, v), d_out, scale, causal)
+    for name, value, right, other, bound in zip(NAMES, to, wanted, theirs, bounds):
+        error, usual_error, norm = *((t - right).norm() for t in (value, other)), right.norm()
+        # All terms of a gradient may cancel: then errors are all that is left.
+        small = (
+            bound.norm() if is_small or norm <= 1e-9 * other.norm() else max(FLOOR, of_lse) * norm
+        )
+        if not error <= max(MOST * usual_error, small):
+            failures.append(
+                f"{what}: {name}'s error {error / norm:.2e}, torch's {usual_error / norm:.2e}, "
+                f"bound {small / norm:.2e}"
+            )
     for name, (part, whole) in zip(NAMES, made):
         part.fill_(SENTINEL)
         if not bool((whole == SENTINEL).all()):
@@ -152,9 +163,20 @@ def lengths(failures: list[str], shape: int) -> None:
         judge(failures, what, shape, q, k, v, d_out, causal, 0.125)
 
 
-def made(shape: int, tensors: list[Tensor], causal: bool) -> list[Tensor]:
+def special_values(failures: list[str], shape: int) -> None:
+    for what, operands in attention_special.cases(attention.BACKWARD_SHAPES[shape][0], CUDA):
+        for causal in (False, True):
+            told = f"{what}, causal {causal}, shape {shape}"
+            found = made(shape, operands, causal, attention_special.SCALE)
+            for name, gradient in zip(NAMES, found):
+                attention_special.compare(failures, told, gradient, operands, causal, name)
+
+
+def made(
+    shape: int, tensors: list[Tensor], causal: bool, scale: float | None = None
+) -> list[Tensor]:
     q, k, v, d_out = tensors
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = forward(shape, q, k, v, scale, causal)
     to = [torch.full_like(t, float("nan")) for t in (q, k, v)]
     assert kernels.attention_backward(

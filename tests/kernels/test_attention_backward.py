@@ -21,6 +21,7 @@ def test_random_sizes_and_strides(shape: int) -> None:
     [
         attention_backward_checks.hard_values,
         attention_backward_checks.lengths,
+        attention_backward_checks.special_values,
         attention_backward_checks.many_keys,
         attention_backward_checks.repeats,
     ],

@@ -35,6 +35,12 @@ def test_hard_values(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_backward_checks.hard_values, shape, keys=130)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", attention_backward_checks.SHAPES)
+def test_special_values(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_backward_checks.special_values, shape)
+
+
 @pytest.mark.parametrize("shape", FEW)
 def test_lengths(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_backward_checks.lengths, shape)

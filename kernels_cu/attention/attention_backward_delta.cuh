@@ -1,0 +1,44 @@
+// Of the backward of attention by fp16 halves: what is found of each query ahead of it.
+#pragma once
+
+#include "attention/attention_backward_args.h"
+#include "attention/attention_split_repair.cuh"
+
+namespace fx_fuser::attention_backward {
+
+using namespace attention_split;
+
+// Also of queries beyond the last one, which are none.
+__device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t index = int64_t{blockIdx.x} * kAttentionDeltaWarps + threadIdx.x / 32;
+  if (index >= args.count) return;
+  const int head = static_cast<int>(index / args.padded);
+  const int query = static_cast<int>(index - int64_t{head} * args.padded);
+  const bool is_there = query < args.queries;
+  float sum = 0;
+  float terms = 0;
+  float largest = 0;
+  if (is_there && 4 * lane < args.d) {
+    const int batch = head / args.heads;
+    const auto load = [&](const AttentionRows& rows) {
+      const float* from = row_at(rows, batch, head - batch * args.heads, query);
+      return *reinterpret_cast<const float4*>(from + 4 * lane);
+    };
+    const float4 a = load(args.out);
+    const float4 b = load(args.d_out);
+    sum = a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w);
+    terms = fabsf(a.x * b.x) + fabsf(a.y * b.y) + (fabsf(a.z * b.z) + fabsf(a.w * b.w));
+    largest = largest_of(b);
+  }
+  sum = sum_of_warp(sum);
+  terms = sum_of_warp(terms);
+  largest = largest_of_warp(largest);
+  if (lane != 0) return;
+  constexpr float kLog2OfE = 1.44269504088896341f;
+  const float lse =
+      is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
+  args.of_queries[index] = {{lse, sum}, terms, largest};
+}
+
+}  // namespace fx_fuser::attention_backward

@@ -1,0 +1,52 @@
+// Of the attention by fp16 halves: are a warp's results as exact as fp32 arithmetic's? Where they
+// are not surely so, the warp makes its rows again in fp32 (attention_split_repair.cuh).
+//
+// A scaled value's halves keep 22 bits of it, as much as fp32 arithmetic needs, but no less than
+// 2^-25: what is small beside the largest that shares its scale loses more. If such errors are
+// random, a product of a row and a tile's line is off by 2^-25 times the Euclidean norm of both,
+// scaled. Of a logit that is to be little beside 1; of dO vᵀ beside the sum of |out · dO|, of which
+// delta has such an error in fp32 too; of a result beside the largest of its row. Columns of tiles
+// have a precision of their own where results have them: the producer sees to it, part by part.
+//
+// Infinities and NaN make results that are not finite. All that is too large does so as well, and
+// what is so small that factors would be subnormal counts as lost.
+#pragma once
+
+#include "attention/attention_split_tiles_sm90.cuh"
+#include "common/split_sm90.cuh"
+
+namespace fx_fuser::attention_split {
+
+constexpr float kLost = 0x1p-25f;      // of a scaled value
+constexpr float kBearable = 0x1p-20f;  // of what is compared: random errors are less by far
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000); }
+
+// Do halves lose too much of values of which this is the largest?
+__device__ __forceinline__ bool loses(float largest, float scale) {
+  return largest > 0 && largest * scale < kLost / kBearable;
+}
+
+// OfThreads' strain, of a query whose dO is in a tile with this scale.
+__device__ __forceinline__ float strain_of(const AttentionQuery& query, float scale) {
+  if (query.largest == 0) return 0;
+  const bool fits = !loses(query.largest, scale) && query.terms > 0;
+  return fits ? ptx::reciprocal(query.terms) : infinity();
+}
+
+// Of products of a row with tiles. unscale: of the row, times `factor`; squares: of its scaled
+// values, summed up; loss: of the tiles.
+__device__ __forceinline__ bool is_product_sure(float unscale, float factor, float squares,
+                                                float least, float loss, float bearable) {
+  if (squares == 0) return true;
+  return Scale::largest_of(unscale) >= least * factor &&
+         2 * kLost * unscale * sqrtf(squares) * loss <= bearable;
+}
+
+// largest: of a row's results, in magnitude, or a NaN.
+__device__ __forceinline__ bool is_result_sure(float largest, float lost) {
+  return largest * kBearable >= lost && largest < infinity();
+}
+
+}  // namespace fx_fuser::attention_split

@@ -1,0 +1,91 @@
+"""How large an error of attention by fp16 halves may be: of a case's own operands, in float64.
+
+Of many results an error is an average, and 1.5 times torch's is a bound. Of few it is chance, ours
+and torch's; here it is bounded by the arithmetic. A product of halves has 22 bits of each factor,
+and the tensor core truncates a sum at every step of 16 of its depth. Such errors are taken for
+independent ones, so their squares add up, and go by the derivatives from logits and from
+dO vᵀ - delta, where most may cancel, to what is made of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BIT = 2**-24  # half of a last bit, of 1
+STEP = 16  # of a product's depth, as an instruction has it
+TILE = 128  # keys or queries at most, between two sums in fp32
+MOST = 2  # deviations: a norm of few errors may be as many times the expected one
+
+
+def _of_sums(squares: Tensor, sums: Tensor, depth: int) -> Tensor:
+    """The deviation of sums of products. squares: those of the products' squares.
+
+    At a step half of a last bit is lost on average, of a sum that is half done on average.
+    """
+    steps = -(-depth // STEP)
+    root = squares.sqrt()
+    return BIT * (root + steps / 2 * torch.maximum(root, sums.abs()))
+
+
+class _Case:
+    """float64; k and v are those of each query head. `lost`: deviations, or their squares."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
+        self.q, self.k, self.v = (t.double() for t in (q, k, v))
+        products = self.q @ self.k.mT
+        squares = self.q.square() @ self.k.square().mT
+        logits = products * scale
+        if causal:
+            hidden = torch.ones(logits.shape[-2:], device=q.device, dtype=torch.bool).triu(1)
+            logits = logits.masked_fill(hidden, float("-inf"))
+        self.weights = logits.softmax(-1)
+        self.out = self.weights @ self.v
+        # exp2 and its argument are rounded, too.
+        rounded = BIT * (1 + logits.masked_fill(logits.isinf(), 0).abs())
+        self.lost_logits = scale * _of_sums(squares, products, q.shape[-1]) + rounded
+        self.lost_lse = (self.weights * self.lost_logits).square().sum(-1, keepdim=True)
+        self.lost_lse += (2 * BIT * logits.logsumexp(-1, keepdim=True)).square()
+
+    def lost_out(self) -> Tensor:
+        """Squares, of each element."""
+        off = (self.weights * self.lost_logits).square()
+        # Of a logit's error: weight * (v - out).
+        spread = off @ self.v.square() - 2 * (off @ self.v) * self.out
+        spread += off.sum(-1, keepdim=True) * self.out.square()
+        own = _of_sums(
+            self.weights.square() @ self.v.square(), self.out, min(self.v.shape[-2], TILE)
+        )
+        return spread.clamp_min(0) + own.square() + (2 * BIT * self.out).square()
+
+
+def of_result(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """Of each error of out. That of a norm is the norm of these."""
+    return MOST * _Case(q, k, v, scale, causal).lost_out().sqrt()
+
+
+def of_gradients(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool
+) -> list[Tensor]:
+    """Of each error of dq, of dk and of dv, likewise."""
+    case, d_out = _Case(q, k, v, scale, causal), d_out.double()
+    weights = case.weights
+    inner = d_out @ case.v.mT
+    terms = case.out * d_out
+    score = weights * (inner - terms.sum(-1, keepdim=True))
+    lost_inner = _of_sums(d_out.square() @ case.v.square().mT, inner, q.shape[-1])
+    lost_delta = (case.lost_out() * d_out.square() + (2 * BIT * terms).square()).sum(-1, True)
+    own = (score * case.lost_logits).square() + (weights * lost_inner).square()
+    # lse and delta are off alike for all keys of a query.
+    of_lse, of_delta = score.square() * case.lost_lse, weights.square() * lost_delta
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        depth = min(right.shape[-2], TILE)
+        return _of_sums(left.square() @ right.square(), left @ right, depth).square()
+
+    dq = own @ case.k.square() + product(score, case.k)
+    dq += case.lost_lse * (score @ case.k).square() + lost_delta * (weights @ case.k).square()
+    dk = (own + of_lse + of_delta).mT @ case.q.square() + product(score.mT, case.q)
+    of_weights = weights.square() * (case.lost_logits.square() + case.lost_lse)
+    dv = of_weights.mT @ d_out.square() + product(weights.mT, d_out)
+    return [scale * MOST * dq.sqrt(), scale * MOST * dk.sqrt(), MOST * dv.sqrt()]
