@@ -469,6 +469,6 @@ def attention_backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     batches, heads, queries, _ = q.shape
     padded = -(-queries // 128) * 128
-    of_queries = torch.empty(batches, heads, padded, 4, device=q.device)
+    of_queries = torch.empty(batches, heads, padded, 4, device=q.device)  # kAttentionQueryFloats
     tensors = [q, k, v, out, lse, d_out, of_queries]
     return _taken("attention_backward", spec, out, tensors, list(to), scale, is_causal)

@@ -45,6 +45,7 @@ struct AttentionDeltaArgs {
   int32_t padded;
   int32_t heads;
   int32_t d;
+  float truncated;  // as truncated_by says
 };
 
 struct AttentionBackwardArgs {
@@ -55,7 +56,8 @@ struct AttentionBackwardArgs {
   AttentionRows d_values;  // dv of each query head, or nothing
   AttentionRows d_rows;    // dq, or dk of each query head, or nothing
   const AttentionQuery* of_queries;
-  float log_scale;  // of the logits, by log2(e)
+  float log_scale;      // of the logits, by log2(e)
+  float scale_of_sums;  // as AttentionSplitArgs'
   float scale;
   int32_t d;
   int32_t row_count;

@@ -38,7 +38,8 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   constexpr float kLog2OfE = 1.44269504088896341f;
   const float lse =
       is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
-  args.of_queries[index] = {{lse, sum}, terms, largest};
+  // As much too small as dO vᵀ, from which it is subtracted.
+  args.of_queries[index] = {{lse, fmaf(sum, -args.truncated, sum)}, terms, largest};
 }
 
 }  // namespace fx_fuser::attention_backward

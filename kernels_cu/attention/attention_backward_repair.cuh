@@ -76,7 +76,9 @@ struct Repair {
       for (int r = 0; r < kRowsAtOnce; ++r) {
         const AttentionOfQuery query = queries[L::kHasColumns ? column : first_row + r].of;
         weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.lse));
-        if constexpr (L::kMakesRows) gradient[r] = weight[r] * (gradient[r] - query.delta);
+        // delta is too small by what the tensor core truncates, which fp32 arithmetic does not.
+        const float delta = query.delta * (args.scale_of_sums / args.log_scale);
+        if constexpr (L::kMakesRows) gradient[r] = weight[r] * (gradient[r] - delta);
       }
       if constexpr (L::kMakesValues) d_values.add(tiles(1), first, seen, args.d, weight, kOnes);
       if constexpr (L::kMakesRows) d_rows.add(tiles(0), first, seen, args.d, gradient, kOnes);

@@ -149,10 +149,9 @@ struct Consumer {
   __device__ __forceinline__ TilesSoFar& so_far_of_warp(bool second) const {
     return shared.so_far_of_warp[ptx::thread_index() / 32][second];
   }
-  // unscale: of G's rows.
+  // unscale: of G's rows. A row's four lanes have the same.
   __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
     const Place place = place_here();
-    if (place.c != 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint8_t& exponent = shared.exponent[place.consumer][place.row + 8 * r];
@@ -163,7 +162,10 @@ struct Consumer {
   __device__ __forceinline__ void keep(bool second, const State& at) const {
     const uint32_t from = ptx::shared_address(&shared.beside[at.slot].all);
     const uint32_t to = ptx::shared_address(&so_far_of_warp(second));
-    if (ptx::thread_index() % 32 == 0) ptx::store_shared_pair(to, ptx::load_shared_pair(from));
+    // All lanes have the same; one alone takes registers at dk's products, and saves some at dq's.
+    if (L::kHasColumns || ptx::thread_index() % 32 == 0) {
+      ptx::store_shared_pair(to, ptx::load_shared_pair(from));
+    }
   }
   __device__ __forceinline__ const void* second_hi() const {
     if constexpr (!L::kKeepsSecond) return shared.second_hi.of[number];
@@ -267,7 +269,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t at = unscale_at + 8 * r * sizeof(float2);
-      const float of_tile = shared.beside[of_first.slot].factor * args.log_scale;
+      const float of_tile = shared.beside[of_first.slot].factor * args.scale_of_sums;
       // Where it is nothing at all, a hidden score must stay an infinity.
       scores.score_unscale[r] = fmaxf(ptx::load_shared_word(at) * of_tile, 0x1p-126f);
       if constexpr (L::kMakesRows) {
@@ -332,7 +334,7 @@ struct Consumer {
 #pragma unroll
     for (float& one : d_rows) one = 0;
 #pragma unroll 1
-    for (int tile = unit.first_tile; tile < unit.tiles; ++tile) {
+    for (int tile = unit.first_tile; L::has_tile(args, unit, tile); ++tile) {
       const State of_first = pipeline;  // keys for q, queries for k
       pipeline.advance();
       const State of_second = pipeline;  // values for dO, dO for v

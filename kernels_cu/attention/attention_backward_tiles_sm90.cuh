@@ -74,6 +74,12 @@ struct Layout : Tiles<Shape<kShape>> {
     unit.tiles = (end + Base::kKeys - 1) / Base::kKeys;
     return unit;
   }
+  // tile < unit.tiles, without a register that holds it.
+  static __device__ __forceinline__ bool has_tile(const Args& args, const Unit& unit, int tile) {
+    const int first = tile * Base::kKeys;
+    const bool sees = kHasColumns || !args.is_causal || first < unit.first_row + Base::kRows;
+    return first < args.column_count && sees;
+  }
   template <class Feed>
   static __device__ __forceinline__ int column_of(const Args& args, const Feed& feed) {
     return (feed.batch * args.heads + feed.head) * args.padded + feed.tile * Base::kKeys;

@@ -67,7 +67,7 @@ struct Consumer {
     query.load(from, args.d, place, 0, L::kKeepsLo ? 0 : ptx::shared_address(query_lo));
     if constexpr (!L::kKeepsLo) query.publish(place);
 #pragma unroll
-    for (float& one : query.unscale) one *= args.scale;
+    for (float& one : query.unscale) one *= args.scale_of_sums;
     RowState state;
     state.clear();
     float value_scale = 1;

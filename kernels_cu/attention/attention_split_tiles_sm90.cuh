@@ -79,13 +79,14 @@ struct Tiles {
   struct Pipeline {
     Tile tile[kSlots];
     StagedTile staged[kStaged];
+    // Read by whole vectors, so that they share none with what others write.
+    uint32_t largest[2][4 * kProducers];  // of a producer's warp
+    uint32_t strain[2][4 * kProducers];   // likewise, as feed_tiles has it
     BesideTile beside[kSlots];
     BesideTile so_far[2];  // of keys and of values, as the producer has told it
     uint64_t full[kSlots];
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
-    uint32_t largest[2][4 * kProducers];  // of a producer's warp
-    uint32_t strain[2][4 * kProducers];   // likewise, as feed_tiles has it
   };
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
   static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Rows) % 1024 == 0);

@@ -111,6 +111,7 @@ struct AttentionGradients {
     args.padded = static_cast<int32_t>(padded());
     args.heads = static_cast<int32_t>(q.size(1));
     args.d = static_cast<int32_t>(q.size(3));
+    args.truncated = static_cast<float>(truncated_by(q.size(3)));
     return args;
   }
 
@@ -134,6 +135,7 @@ struct AttentionGradients {
     args.of_queries = queries();
     constexpr double kLog2OfE = 1.4426950408889634;
     args.log_scale = static_cast<float>(scale * kLog2OfE);
+    args.scale_of_sums = static_cast<float>(scale * kLog2OfE * (1 + truncated_by(q.size(3))));
     args.scale = static_cast<float>(scale);
     args.d = static_cast<int32_t>(q.size(3));
     args.row_count = static_cast<int32_t>(first.size(2));

@@ -136,6 +136,7 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
   args.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
   constexpr double kLog2OfE = 1.4426950408889634;
   args.scale = static_cast<float>(scale * kLog2OfE);
+  args.scale_of_sums = static_cast<float>(scale * kLog2OfE * (1 + truncated_by(d)));
   args.d = static_cast<int32_t>(d);
   args.queries = static_cast<int32_t>(q.size(2));
   args.lse_rows = lse ? static_cast<int32_t>(lse->size(2)) : 0;
