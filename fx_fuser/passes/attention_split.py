@@ -61,6 +61,7 @@ _REPEAT = (
     {_aten.unsqueeze.default},
 )
 _MULTI_HEAD = F.multi_head_attention_forward  # of [L, N, E]
+_LSE = 1  # index of the logarithms of sums among the results
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class AttentionSplit(GraphPass):
         return ""
 
     def _gains(self, site: _Site) -> bool:
-        if not load.runs_on(site.spec, site.device) or site.is_small():
+        if not load.runs_on(site.spec, site.device) or site.is_small() or site.is_training():
             return False
         return bool(loaded([site.spec], site.device, "attention", self.strict)) and site.gains()
 
@@ -128,11 +129,12 @@ def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
         return
     if _is_small(sizes[0], sizes[1][rows], device):
         return
-    needs = any(t is not None and t.requires_grad for t in map(meta_tensor, inputs_of(node)))
-    for backward in (False, True) if needs else (False,):
-        spec = attention.spec_for(d // heads, backward)
-        if spec is not None:
-            yield spec
+    spec = attention.spec_for(d // heads)
+    if spec is not None and not (
+        torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in map(meta_tensor, inputs_of(node)))
+    ):
+        yield spec
 
 
 def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
@@ -195,10 +197,15 @@ class _Site:
     def is_small(self) -> bool:
         return _is_small(self.forms["query"].size, self.forms["key"].size[2], self.device)
 
+    def is_training(self) -> bool:
+        """Is it of a training step?  These stay torch's until the last form of our backward has run
+        on a GPU (issue 43)."""
+        return self.function == BACKWARD or _LSE in self.items
+
     def gains(self) -> bool:
         """Is it faster than torch's, at these sizes and strides?"""
         forms = (f"{name} {form}" for name, form in self.forms.items())
-        key = (self.function, *forms, self.scale, self.causal, 1 in self.items)
+        key = (self.function, *forms, self.scale, self.causal, _LSE in self.items)
         times = contest.times(key, self._candidates, self.device)
         if isinstance(times, str):
             return False
@@ -217,7 +224,7 @@ class _Site:
             made = run.IN_TORCH(*self._call(FORWARD, operands, True))
             for name, saved in zip(("out", "logsumexp"), made):
                 values[name].copy_(saved)
-        arguments = self._call(self.function, [*values.values()], 1 in self.items)
+        arguments = self._call(self.function, [*values.values()], _LSE in self.items)
         runs = [functools.partial(op, *arguments) for op in (run.IN_TORCH, run.MANY)]
         bench_ops.compare(runs, "attention by halves", torch.float32)
         return [*map(Candidate, runs)]
@@ -230,8 +237,8 @@ class _Site:
     def replace(self) -> None:
         graph, node = self.node.graph, self.node
         with graph.inserting_before(node):
-            arguments = self._call(self.function, self._read(), 1 in self.items)
-            if self.function == FORWARD and 1 not in self.items:
+            arguments = self._call(self.function, self._read(), _LSE in self.items)
+            if self.function == FORWARD and _LSE not in self.items:
                 made = [call(graph, node, run.ONE, *arguments)]
             else:
                 several = call(graph, node, run.MANY, *arguments)
@@ -300,7 +307,7 @@ def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:
         return False
     if "grad_input_mask" in given:
         return not given["grad_input_mask"][3] and 3 not in items
-    return given["compute_log_sumexp"] is True or 1 not in items
+    return given["compute_log_sumexp"] is True or _LSE not in items
 
 
 def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:

@@ -58,6 +58,7 @@ struct AttentionBackwardArgs {
   const AttentionQuery* of_queries;
   float log_scale;      // of the logits, by log2(e)
   float scale_of_sums;  // as AttentionSplitArgs'
+  float undo_truncation;
   float scale;
   int32_t d;
   int32_t row_count;

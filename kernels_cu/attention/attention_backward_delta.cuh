@@ -39,7 +39,7 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   const float lse =
       is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
   // As much too small as dO vᵀ, from which it is subtracted.
-  args.of_queries[index] = {{lse, fmaf(sum, -args.truncated, sum)}, terms, largest};
+  args.of_queries[index] = {{lse, sum * (1 - args.truncated)}, terms, largest};
 }
 
 }  // namespace fx_fuser::attention_backward

@@ -21,13 +21,10 @@ __device__ __forceinline__ float lost_of_gradients(uint32_t exponent, float loss
   return above * sqrtf(columns) * (kLost * loss + kOfGradient * largest) + kSubnormal;
 }
 
-// What Pᵀ dO has lost; the producer has seen to each dO. In its own unit: a key that all queries
-// nearly disregard may be less exact.
-__device__ __forceinline__ float lost_of_values(float loss, float largest, float columns) {
-  constexpr float kOfWeight = 0x1p-40f;
-  constexpr float kBearableOfValues = 0x1p-16f;
-  if (!(loss < infinity())) return infinity();
-  return kOfWeight * kBearable / kBearableOfValues * sqrtf(columns) * largest;
+// What Pᵀ dO has lost; the producer has seen to each dO. Not what weights lose, 2^-40 of 1: a key
+// that all queries disregard has a gradient that is nothing beside the others', and is common.
+__device__ __forceinline__ float lost_of_values(float loss) {
+  return loss < infinity() ? 0 : infinity();
 }
 
 template <class L>
@@ -77,7 +74,7 @@ struct Repair {
         const AttentionOfQuery query = queries[L::kHasColumns ? column : first_row + r].of;
         weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.lse));
         // delta is too small by what the tensor core truncates, which fp32 arithmetic does not.
-        const float delta = query.delta * (args.scale_of_sums / args.log_scale);
+        const float delta = query.delta * args.undo_truncation;
         if constexpr (L::kMakesRows) gradient[r] = weight[r] * (gradient[r] - delta);
       }
       if constexpr (L::kMakesValues) d_values.add(tiles(1), first, seen, args.d, weight, kOnes);

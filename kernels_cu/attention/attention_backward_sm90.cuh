@@ -413,8 +413,7 @@ struct Consumer {
                            lost_of_gradients(exponent, of_first.loss, of_first.largest, columns));
       }
       if constexpr (L::kMakesValues) {
-        of_row &= is_result_sure(largest_in_row(d_values, r),
-                                 lost_of_values(of_second.loss, of_second.largest, columns));
+        of_row &= is_result_sure(largest_in_row(d_values, r), lost_of_values(of_second.loss));
       }
       sure &= of_row || row >= args.row_count;
     }

@@ -136,6 +136,7 @@ struct AttentionGradients {
     constexpr double kLog2OfE = 1.4426950408889634;
     args.log_scale = static_cast<float>(scale * kLog2OfE);
     args.scale_of_sums = static_cast<float>(scale * kLog2OfE * (1 + truncated_by(q.size(3))));
+    args.undo_truncation = static_cast<float>(1 / (1 - truncated_by(q.size(3))));
     args.scale = static_cast<float>(scale);
     args.d = static_cast<int32_t>(q.size(3));
     args.row_count = static_cast<int32_t>(first.size(2));

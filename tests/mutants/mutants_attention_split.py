@@ -63,7 +63,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: logarithms that are not saved are not read",
         PASS,
-        'return given["compute_log_sumexp"] is True or 1 not in items',
+        'return given["compute_log_sumexp"] is True or _LSE not in items',
         "return True",
         (f"{LEFT}[logarithms that torch does not make]",),
     ),
@@ -91,9 +91,16 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: nothing small",
         PASS,
-        "or site.is_small():",
-        ":",
+        "or site.is_small()",
+        "",
         (f"{CHOICE}::test_small_ones_are_not_timed_and_no_kernel_is_built",),
+    ),
+    (
+        "attention by halves: training is torch's",
+        PASS,
+        " or site.is_training():",
+        ":",
+        (f"{CHOICE}::test_a_training_step_is_torchs",),
     ),
     (
         "attention by halves: what gains",
@@ -105,8 +112,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: causal is another time",
         PASS,
-        "key = (self.function, *forms, self.scale, self.causal, 1 in self.items)",
-        "key = (self.function, *forms, self.scale, 1 in self.items)",
+        "key = (self.function, *forms, self.scale, self.causal, _LSE in self.items)",
+        "key = (self.function, *forms, self.scale, _LSE in self.items)",
         (f"{CHOICE}::test_what_times_depend_on",),
     ),
 )

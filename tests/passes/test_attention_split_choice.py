@@ -21,7 +21,12 @@ from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import load
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import attention_split, graph_pass, products, provenance
-from fx_fuser.passes.attention_split import ATTENTION, COUNTERS, AttentionSplit
+from fx_fuser.passes.attention_split import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COUNTERS,
+    AttentionSplit,
+)
 from fx_fuser.planning import contest, plan
 from fx_fuser.planning.timing import Timing
 
@@ -58,9 +63,10 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def large(causal: bool = False, d: int = 64) -> GraphModule:
+def large(causal: bool = False, d: int = 64, trains: bool = False) -> GraphModule:
     q, k, v = (torch.empty(8, 4, 1024, d, device="meta") for _ in range(3))
-    return forward_graph(q, k, v, causal=causal, device="cuda")
+    items = (0, 1) if trains else (0,)
+    return forward_graph(q, k, v, items, save=trains, causal=causal, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,20 @@ def test_small_ones_are_not_timed_and_no_kernel_is_built(
     gm = forward_graph(*qkv(2, 4, 64, 64, 64), device="cuda")
     AttentionSplit(strict=True)(gm.graph)
     assert not clock.keys and not built and ATTENTION in targets(gm)
+
+
+def test_a_training_step_is_torchs(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(1.0, 0.5)
+    monkeypatch.setattr(contest, "times", clock)
+    gm = large(trains=True)
+    AttentionSplit(strict=True)(gm.graph)
+    q = torch.empty(8, 4, 1024, 64, device="meta")
+    lse = torch.empty(8, 4, 1024, device="meta")
+    names = ("d_out", "q", "k", "v", "out", "lse")
+    back = backward_graph(dict(zip(names, (q, q, q, q, q, lse))), device="cuda")
+    AttentionSplit(strict=True)(back.graph)
+    assert not clock.keys and not built and ATTENTION in targets(gm)
+    assert ATTENTION_BACKWARD in targets(back)
 
 
 def test_a_gpu_without_the_kernel(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +224,7 @@ def row(*size: int, dtype: torch.dtype = torch.float32, trains: bool = False) ->
 LONG = (8, 4, 1024, 64)
 FORESEEN: dict[str, tuple[Any, list[Tensor], list[int]]] = {
     "inference": (sdpa, [row(*LONG)] * 2, [64]),
-    "training": (sdpa, [row(*LONG, trains=True)] * 2, [64, -64]),
+    "training": (sdpa, [row(*LONG, trains=True)] * 2, []),
     "d of 128": (sdpa, [row(*LONG[:3], 120)] * 2, [128]),
     "multi-head": (multi_head, [row(2048, 8, 160)], [128]),
     "16 bits": (sdpa, [row(*LONG, dtype=torch.bfloat16)] * 2, []),
@@ -218,7 +238,6 @@ FORESEEN: dict[str, tuple[Any, list[Tensor], list[int]]] = {
 
 @pytest.mark.parametrize("name", FORESEEN)
 def test_kernels_that_are_compiled_beside_others(name: str, built: list[str]) -> None:
-    """wanted: the largest head, negative of a backward."""
     call, inputs, wanted = FORESEEN[name]
     seen: list[GraphModule] = []
 
@@ -229,7 +248,7 @@ def test_kernels_that_are_compiled_beside_others(name: str, built: list[str]) ->
     torch._dynamo.reset()
     torch.compile(call, backend=look)(*inputs)
     cpu = torch.device("cpu")
-    expected = [attention.spec_for(abs(d), backward=d < 0) for d in wanted]
+    expected = [attention.spec_for(d) for d in wanted]
     assert attention_split.foreseen(seen[0], cpu) == expected
     with torch.autocast("cpu"):
         assert attention_split.foreseen(seen[0], cpu) == []

@@ -43,8 +43,9 @@ def own_caches() -> Iterator[None]:
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours at any size, whatever it takes."""
+    """Ours at any size, whatever it takes, in training too."""
     monkeypatch.setattr(attention_split._Site, "is_small", lambda _: False)
+    monkeypatch.setattr(attention_split._Site, "is_training", lambda _: False)
     monkeypatch.setattr(attention_split._Site, "gains", lambda _: True)
 
 
@@ -131,10 +132,10 @@ def test_forward_and_backward_apart(
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_clock_prefers_it(d: int, train: bool) -> None:
-    """As of 2026-11-28 forward takes a third of torch's time at such sizes, backward too."""
+    """As of 2026-11-28 it takes a third of torch's time at such sizes. Training is torch's."""
     model = Attending(8, d, causal=True).cuda()
     assert_equivalent(model, (randn(8, 1024, 64, requires_grad=train),), train)
-    assert counters[COUNTERS] == (FORWARD | BACKWARD if train else FORWARD)
+    assert counters[COUNTERS] == ({} if train else FORWARD)
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -229,10 +230,11 @@ def test_a_kernel_that_nobody_loaded_is_loaded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_the_kernel_does_not_take_is_torchs() -> None:
-    q, v = randn(2, 3, 70, 64), randn(2, 3, 70, 65)[..., :64]
+    q = randn(2, 3, 70, 64)
     spec = attention.spec_for(64)
     assert spec is not None
     load.prepare([spec], q.device)
-    given = run.arguments(ops.FORWARD, (q, q, v, spec.name, 0.125, False, True))
+    scale = -0.125  # which the kernel does not take
+    given = run.arguments(ops.FORWARD, (q, q, q, spec.name, scale, False, True))
     for found, theirs in zip(run.MANY(*given), run.IN_TORCH(*given)):
         assert torch.equal(found, theirs)
