@@ -10,9 +10,9 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import contractions, padding, products
+from fx_fuser.passes import contractions, head_loss, padding, products
 
-CHANGED = ("fused", "masks", "products", "padded", "contractions")  # of `Sites`
+CHANGED = ("fused", "masks", "products", "padded", "contractions", "heads")  # of `Sites`
 _MOST_OF_WARNING = 400  # letters
 
 
@@ -25,6 +25,7 @@ class Sites(TypedDict, total=False):
     products: dict[str, int]  # gemms replaced in Inductor's graphs
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by the unaligned kernel
     contractions: dict[str, int]  # sums of products that are gemms now
+    heads: dict[str, int]  # Linears that are one op with their loss
     warnings: list[str]  # that name fx_fuser
 
 
@@ -38,6 +39,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "products": products.COUNTERS,
         "padded": padding.COUNTERS,
         "contractions": contractions.COUNTER,
+        "heads": head_loss.COUNTER,
     }
     before = {name: Counter(counters[counter]) for name, counter in names.items()}
     with warnings.catch_warnings(record=True) as caught:
