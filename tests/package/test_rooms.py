@@ -58,7 +58,8 @@ CUDA_ROOMS = {
     "linear": ("linear/", "common/"),
     "conv": ("conv/", "common/"),
     "attention": ("attention/", "common/"),
-    "host": ("host/", r"(common|pointwise|linear|conv|attention)/\w+\.h$"),
+    "loss": ("loss/", "common/"),
+    "host": ("host/", r"(common|pointwise|linear|conv|attention|loss)/\w+\.h$"),
     "nvrtc": (),
 }
 
@@ -203,6 +204,7 @@ NAMED = {
     "installation": {"split"},  # of which the environment may choose the loop
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
+    "ops.head_loss": {"head_loss"},  # a loss is no site
     "ops.library": {"attention", "folded", "unaligned"},
     "ops.usual": {"folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
@@ -210,6 +212,7 @@ NAMED = {
     "planning.launches": {"folded"},
     "planning.plan": {"folded"},
     "verify.rivals": {"folded"},
+    "passes.head_loss": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},
