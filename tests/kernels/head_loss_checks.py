@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from benchmarks.sm90 import CUDA
 from checks import SENTINEL
 from torch import Tensor
 
+from benchmarks.sm90 import CUDA
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
 from fx_fuser.ops.head_loss import width_of
 
 IGNORED = -100
 INF = torch.inf
-# What exp, log and a sum of V terms in fp32 are off by, of a loss or of a gradient of size 1: exp by
+# What exp, log and a sum of V terms in fp32 are off by, of a loss or a gradient of size 1: exp by
 # 2^-22 and, of a difference of logits below 2^7, by 2^-17, an n-th term's rounding by 2^-24 / n.
 LOSS = 2.0**-16
 

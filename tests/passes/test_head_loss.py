@@ -1,0 +1,494 @@
+"""A Linear with the cross entropy of its rows: which are one op, and that nobody can tell."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Program, calls, compiled, recorded, run
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fx_fuser
+from fx_fuser.ops import head_loss as op
+from fx_fuser.passes import head_loss
+from fx_fuser.verify.accuracy import Observed, compare, errors_of
+
+B, T, K, V = 2, 7, 16, 51
+BF16, F16 = torch.bfloat16, torch.float16
+Body = Callable[..., Tensor]  # (model, x, labels) to a loss
+IGNORED = -100
+
+
+def found() -> int:
+    return counters[head_loss.COUNTER]["cross_entropy"]
+
+
+def model(body: Body, dtype: torch.dtype | None = None) -> Program:
+    made = Program(
+        body,
+        head=nn.Linear(K, V, bias=False),
+        biased=nn.Linear(K, V),
+        w=nn.Parameter(torch.randn(K, V)),
+        loss=nn.CrossEntropyLoss(),
+    )
+    return made.to(dtype) if dtype else made
+
+
+def rows(*shape: int, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(*shape, K) * size).to(dtype).requires_grad_()
+
+
+def labels(*shape: int) -> Tensor:
+    """Both ends among them, and one that does not count."""
+    made = torch.randint(0, V, shape)
+    made.view(-1)[:3] = torch.tensor([0, V - 1, IGNORED])[: made.numel()]
+    return made
+
+
+def autocast(body: Body, dtype: torch.dtype = BF16) -> Body:
+    """Within it. float64 is not cast."""
+
+    def cast(*given: Any) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return body(*given)
+
+    return cast
+
+
+def by_eager(
+    program: nn.Module, inputs: Sequence[Tensor]
+) -> tuple[Observed, Observed, list[Tensor]]:
+    """What eager makes, what is exact, and eager's outputs."""
+    eager, outputs = run(program, inputs, train=True)
+    exact, _ = run(program, inputs, True, dtype=torch.float64, narrow=outputs)
+    return *(Observed(r.outputs, r.grads) for r in (eager, exact)), outputs
+
+
+def larger(inputs: Sequence[Tensor], factor: float) -> list[Tensor]:
+    made = [(v * factor).to(v.dtype).detach() for v in inputs]
+    return [m.requires_grad_() if v.requires_grad else v for m, v in zip(made, inputs)]
+
+
+def check(program: nn.Module, *inputs: Tensor, heads: int = 1, **options: Any) -> list[Any]:
+    """Values and gradients are as eager's; so many heads are one op with their loss.
+
+    Each gradient of a logit is rounded by luck, and eager's errors in a few tiny tensors are lucky
+    or not: those of the same program on inputs a little larger count as well.
+    """
+    own, truth, outputs = by_eager(program, inputs)
+    chosen = {"auto": True, **options}
+    with recorded() as graphs:
+        ours, got = run(program, inputs, True, lambda m: compiled(m, **chosen), narrow=outputs)
+    seen = Observed(ours.outputs, ours.grads)
+    if compare(seen, own, truth):
+        others = (by_eager(program, larger(inputs, 1 + i / 64)) for i in range(1, 6))
+        assert not compare(seen, own, truth, peers=[errors_of(*one[:2]) for one in others])
+    assert [(g.dtype, g.shape) for g in got] == [(o.dtype, o.shape) for o in outputs]
+    assert found() == heads
+    assert bool(calls(graphs)["cross_entropy"]) is not bool(heads)
+    return graphs
+
+
+# ---- what is one op ------------------------------------------------------------------------------
+
+
+def viewed(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).float().view(-1, V), y.view(-1))
+
+
+def shifted(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.biased(x)[..., :-1, :].contiguous()
+    return m.loss(logits.view(-1, V), y[..., 1:].contiguous().view(-1))
+
+
+def as_causal_models(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """transformers' ForCausalLMLoss, of a batch whose size somebody else has counted."""
+    logits = m.head(x[:, slice(0, None), :]).float()
+    moved = F.pad(y, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    logits = logits.view(-1, V)
+    total = F.cross_entropy(logits, moved.view(-1), ignore_index=IGNORED, reduction="sum")
+    return total / torch.tensor(9)
+
+
+def as_masked_models(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return m.loss(m.biased(x).view(-1, V), y.view(-1))
+
+
+def by_matmul(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy((x @ m.head.weight.T).flatten(0, 1), y.flatten())
+
+
+def by_another_matmul(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy((x @ m.w).reshape((-1, V)).to(torch.float32), y.reshape(-1))
+
+
+def by_addmm(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = torch.addmm(m.biased.bias, x.view(-1, K), m.w)
+    return F.cross_entropy(input=logits, target=y.view(-1), reduction="mean")
+
+
+def of_a_few_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x)[:, 1:].flatten(end_dim=-2)[2:-1]
+    return F.cross_entropy(logits, y[:, 1:].flatten()[2:-1], ignore_index=0)
+
+
+def of_one_sample(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x)[1, ..., 0:], y[1], reduction="sum")
+
+
+def twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return viewed(m, x, y) + 0.5 * shifted(m, x, y)
+
+
+FORMS = {
+    viewed: 1, shifted: 1, as_causal_models: 1, as_masked_models: 1, by_matmul: 1,
+    by_another_matmul: 1, by_addmm: 1, of_a_few_rows: 1, of_one_sample: 1, twice: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", FORMS, ids=lambda body: body.__name__)
+def test_under_autocast(body: Body) -> None:
+    check(model(autocast(body)), rows(B, T), labels(B, T), heads=FORMS[body])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("body", FORMS, ids=lambda body: body.__name__)
+@pytest.mark.each_once
+def test_weights_of_16_bits(body: Body, dtype: torch.dtype) -> None:
+    """Without `float()` the loss has 16 bits, too."""
+    check(model(body, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=FORMS[body])
+
+
+def test_autocast_around_the_graph() -> None:
+    made, x, y = model(viewed), rows(B, T), labels(B, T)
+    with torch.autocast("cpu", BF16):
+        expected = made(x, y)
+        ours = compiled(made, auto=True)(x, y)
+    assert found() == 1 and ours.dtype == expected.dtype
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)  # one sum of 14 terms in fp32
+    ours.backward()
+
+
+def test_a_tied_weight() -> None:
+    """Its two gradients add."""
+
+    def body(m: Program, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, m.head.weight).tanh()
+        return F.cross_entropy(m.head(x[:, :-1]).view(-1, V), ids[:, 1:].reshape(-1))
+
+    check(model(autocast(body)), torch.randint(0, V, (B, T)))
+
+
+@pytest.mark.parametrize("frozen", ["x", "head", "bias"])
+def test_some_gradients_alone(frozen: str) -> None:
+    made, x = model(autocast(as_masked_models)), rows(B, T)
+    if frozen == "x":
+        x.requires_grad_(False)
+    else:
+        of = {"head": made.biased.weight, "bias": made.biased.bias}
+        of[frozen].requires_grad_(False)
+    check(made, x, labels(B, T))
+
+
+def test_without_gradients_there_are_none() -> None:
+    made, x, y = model(autocast(viewed)), rows(B, T), labels(B, T)
+    with torch.no_grad(), recorded() as graphs:
+        ours, expected = compiled(made, auto=True)(x, y), made(x, y)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
+    assert found() == 1 and calls(graphs)["fx_fuser::head_loss"] == 1
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_where_no_label_counts(reduction: str) -> None:
+    """A mean of nothing is NaN, and its gradients are 0."""
+
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m.biased(x).view(-1, V), y.view(-1), reduction=reduction)
+
+    made, x = model(autocast(body)), rows(B, T)
+    y = torch.full((B, T), IGNORED)
+    loss = compiled(made, auto=True)(x, y)
+    loss.backward()
+    assert found() == 1 and loss.isnan() if reduction == "mean" else loss == 0
+    grads = x.grad, made.biased.weight.grad, made.biased.bias.grad
+    assert all(g is not None and not g.any() for g in grads)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_tokens(count: int) -> None:
+    made, x, y = model(autocast(viewed)), rows(1, count), torch.full((1, count), V - 1)
+    if count:
+        check(made, x, y)
+        return
+    loss = compiled(made, auto=True)(x, y)
+    loss.backward()
+    assert found() == 1 and loss.isnan() and not made.head.weight.grad.any()
+
+
+@pytest.mark.parametrize("size", [1e-3, 30.0, 3e3])
+def test_small_and_large_logits(size: float) -> None:
+    """To 1e4 in magnitude."""
+    check(model(autocast(viewed)), rows(B, T, size=size), labels(B, T))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite(wrong: float) -> None:
+    """The same elements are NaN as in eager: of a row that counts, and of one that does not."""
+    made, y = model(autocast(as_masked_models)), labels(B, T)
+    with torch.no_grad():
+        made.biased.bias[5] = -math.inf  # a column that nobody may choose
+    for row in ((0, 2), (1, 3)):  # the first is ignored
+        with torch.no_grad():
+            x = torch.randn(B, T, K)
+            x[row] = wrong
+        results = []
+        for call in (made, compiled(made, auto=True)):
+            leaf = x.clone().requires_grad_()
+            made.zero_grad()
+            loss = call(leaf, y)
+            loss.backward()
+            results.append([loss, leaf.grad, made.biased.weight.grad, made.biased.bias.grad])
+        for ours, expected in zip(*results):
+            assert torch.equal(ours.isnan(), expected.isnan())
+    assert found() == 1
+
+
+def test_a_label_that_is_no_column_raises() -> None:
+    made, y = compiled(model(autocast(viewed)), auto=True), labels(B, T)
+    y[1, 1] = V
+    with pytest.raises(IndexError):
+        made(rows(B, T), y)
+
+
+@pytest.mark.parametrize("count", [1, 128, 129, 300])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_pieces_of_rows(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients add as in one gemm."""
+    monkeypatch.setattr(op, "_PIECE", 1)
+    assert op.rows_of_piece(count, V, 2) == min(count, 128)
+    check(model(autocast(as_masked_models, dtype)), rows(1, count), labels(1, count))
+
+
+def test_pieces_are_of_one_size() -> None:
+    """None holds more than `_PIECE`, but for a tile's rows."""
+    for count, columns in itertools.product((1, 100, 4096, 8192, 100_000), (8, 50257, 128256)):
+        height = op.rows_of_piece(count, columns, 2)
+        assert 0 < height <= count
+        assert op.bytes_of_piece(count, columns, 2) <= op._PIECE + 128 * op.width_of(columns) * 2
+    assert op.rows_of_piece(8192, 50257, 2) == 2048
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_gradients_that_fp16_rounds_to_zero(scale: float) -> None:
+    """Of a mean of many rows over many columns: eager's are lost unless a GradScaler scales them,
+    these are not."""
+    columns, count = 4001, 2048
+    made = Program(
+        autocast(lambda m, x, y: F.cross_entropy(m.head(x), y), F16),
+        head=nn.Linear(8, columns, bias=False),
+    )
+    nn.init.zeros_(made.head.weight)
+    x, y = torch.randn(count, 8), torch.randint(0, 2, (count,))
+    (compiled(made, auto=True)(x, y) * scale).backward()
+    grad = made.head.weight.grad.double() / scale
+    x, p = x.half().double(), torch.full((count, columns), 1 / columns, dtype=torch.double)
+    exact = (p - F.one_hot(y, columns)).t() @ x / count
+    # Each p is rounded once to fp16, 2^-11 of it at most, with signs that are x's.
+    assert float((grad - exact).norm() / exact.norm()) < 2.0**-11
+    rest = slice(2, None)  # the columns that no row has for a label
+    assert float((grad[rest] - exact[rest]).norm() / exact[rest].norm()) < 2.0**-11
+
+
+def test_gradients_of_two_steps_add() -> None:
+    made, y = model(autocast(viewed)), labels(B, T)
+    x, sums = torch.randn(2, B, T, K), []
+    for call in (made, compiled(made, auto=True)):
+        made.zero_grad()
+        for part in x:
+            (call(part, y) / 2).backward()
+        sums.append(made.head.weight.grad.clone())
+    assert found() == 1
+    eager, ours = sums
+    # Eager rounds each step's gradient to bf16, of 2^-9 at most.
+    assert float((ours - eager).norm() / eager.norm()) < 2.0**-8
+
+
+# ---- sizes, regions, options ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_length_that_changes_is_one_graph() -> None:
+    made = model(autocast(shifted))
+    fast, eager = compiled(made, auto=True), made
+    for length in (5, 9, 6):
+        x, y = torch.randn(B, length, K), labels(B, length)
+        torch._dynamo.mark_dynamic(x, 1)
+        torch._dynamo.mark_dynamic(y, 1)
+        torch.testing.assert_close(fast(x, y), eager(x, y), rtol=1e-5, atol=0)
+    assert found() == 1 and counters["stats"]["unique_graphs"] == 1
+
+
+def test_behind_a_checkpoint() -> None:
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        return viewed(m, checkpoint(torch.tanh, x, use_reentrant=False), y)
+
+    check(model(autocast(body)), rows(B, T), labels(B, T))
+
+
+@pytest.mark.slow
+def test_by_inductor() -> None:
+    check(model(autocast(shifted)), rows(B, T), labels(B, T), inner="inductor")
+
+
+def test_a_second_backward_raises() -> None:
+    x = rows(B, T)
+    loss = compiled(model(autocast(viewed)), auto=True, inner="eager")(x, labels(B, T))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="head_loss has no double backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options", [{"auto": False}, {"patterns": [], "auto": None}, {"cpu_ops": False}], ids=str
+)
+def test_options_that_leave_heads(options: dict[str, Any]) -> None:
+    check(model(autocast(viewed)), rows(B, T), labels(B, T), heads=0, **options)
+
+
+def test_explain_names_it() -> None:
+    made = model(autocast(twice))
+    options = {"cpu_ops": True}
+    report = fx_fuser.explain(made, rows(B, T), labels(B, T), options=options)
+    for said in (" ".join(str(report).split()), report.to_html()):
+        assert "runs with its Linear, by pieces of rows, without the logits of all" in said
+    assert type(report).from_json(report.to_json()) == report
+    small = fx_fuser.explain(model(viewed), rows(B, T), labels(B, T), options=options)
+    assert "its logits are of torch.float32" in " ".join(str(small).split())
+
+
+# ---- what stays ----------------------------------------------------------------------------------
+
+
+def returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    return F.cross_entropy(logits.view(-1, V), y.view(-1)), logits
+
+
+def also_an_accuracy(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + (logits.argmax(-1) == y.view(-1)).float().mean()
+
+
+def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 1.5, V, dtype=x.dtype)
+    return F.cross_entropy(m.head(x).float().view(-1, V), y.view(-1), weight.float())
+
+
+def smoothed(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), label_smoothing=0.1)
+
+
+def of_each_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), reduction="none").square().mean()
+
+
+def soft_labels(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).view(-1, V)
+    return F.cross_entropy(logits, F.one_hot(y.clamp(0).view(-1), V).to(logits.dtype))
+
+
+def classes_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).transpose(1, 2), y)
+
+
+def one_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x)[0, 0], y[0, 0])
+
+
+def of_some_columns(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x)[..., :40].flatten(0, 1), y.view(-1).clamp(max=39))
+
+
+def columns_turned_to_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(V, -1), y.view(-1)[:1].clamp(0, T).expand(V))
+
+
+def capped(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy((m.head(x) / 30).tanh().view(-1, V) * 30, y.view(-1))
+
+
+def rounded_again(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).to(F16).float().view(-1, V), y.view(-1))
+
+
+def without_its_gradient(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = m.head(x)
+    return F.cross_entropy(logits.view(-1, V), y.view(-1)) * x.sum()
+
+
+def written_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    h = x * 1.0
+    with torch.no_grad():
+        logits = m.head(h)
+        h.zero_()
+        loss = F.cross_entropy(logits.view(-1, V), y.view(-1))
+    return loss * x.sum()
+
+
+def in_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return checkpoint(lambda x, y: viewed(m, x, y), x, y, use_reentrant=False)
+
+
+LEFT = {
+    returned: "also read by the caller",
+    also_an_accuracy: "also read by",
+    class_weights: "class weights",
+    smoothed: "label smoothing",
+    of_each_row: "its reduction is 'none'",
+    soft_labels: "no tensor of indices",
+    one_row: "is not [rows, classes]",
+    classes_in_between: "",
+    of_some_columns: "",
+    columns_turned_to_rows: "",
+    capped: "",
+    rounded_again: "cast to torch.float16",
+    without_its_gradient: "another grad mode",
+    written_in_between: "something is written",
+    in_a_checkpoint: "in a checkpoint",
+}
+
+
+@pytest.mark.parametrize("body", LEFT, ids=lambda body: body.__name__)
+def test_a_loss_that_stays(body: Body) -> None:
+    made, x, y = model(autocast(body)), rows(B, T), labels(B, T)
+    check(made, x, y, heads=0)
+    report = fx_fuser.explain(made, x, y, options={"cpu_ops": True})
+    said = " ".join(str(report).split())
+    assert LEFT[body] in said and ("stays behind its Linear" in said) is bool(LEFT[body])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_weights_without_autocast_stay(dtype: torch.dtype) -> None:
+    check(model(viewed, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=0)
+
+
+def test_where_gemms_may_add_in_fp16_it_stays() -> None:
+    gemms = torch.backends.cuda.matmul
+    before, gemms.allow_fp16_accumulation = gemms.allow_fp16_accumulation, True
+    try:
+        check(model(autocast(viewed, F16)), rows(B, T), labels(B, T), heads=0)
+        check(model(autocast(viewed)), rows(B, T), labels(B, T))
+    finally:
+        gemms.allow_fp16_accumulation = before
