@@ -52,9 +52,10 @@ class Outcome:
     those that are wrong on these inputs. failed: those at which fx_fuser failed. masks: those
     removed. contractions: sums of products that are gemms now. heads: those fused with their loss.
     is_edited: does Inductor get another graph even where nothing is fused? sites: how many there
-    are, with those that a pattern or fx_fuser cannot take, as far as the report lists these. is_known: False where Inductor's cache
-    had the graph, so that nothing was looked for. folds: is there a site that `passes.folding` is
-    for? is_converted: of its graphs, would Inductor have converted one to channels_last?"""
+    are, with those that a pattern or fx_fuser cannot take, as far as the report lists these.
+    is_known: False where Inductor's cache had the graph, so that nothing was looked for. folds: is
+    there a site that `passes.folding` is for? is_converted: of its graphs, would Inductor have
+    converted one to channels_last?"""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)

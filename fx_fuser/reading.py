@@ -56,8 +56,8 @@ class Reading:
     @property
     def is_edited(self) -> bool:
         """Is the graph another one even where nothing is fused?"""
-        edits = (*self.masks, *self.heads)
-        return bool(self.contractions) or any(one.is_edit for one in edits)
+        is_head = any(head.is_edit for head in self.heads)
+        return is_head or bool(self.contractions) or any(mask.is_edit for mask in self.masks)
 
 
 def _fault_of(match: Match, taken: set[Node]) -> Fault | None:

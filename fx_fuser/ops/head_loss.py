@@ -9,12 +9,12 @@ x, weight and bias. So backward only multiplies these by its own gradient, a sca
 those that eager runs, cut by rows.
 
 Rounding is eager's: logits and their gradient have the dtype that autocast gives the Linear,
-softmax and loss are computed in fp32. The gradient of a logit is at most 1 in magnitude and often
-below 2^-24, which fp16 rounds to 0: it is made `_SCALE` times as large, and the products of it are
-kept in fp32 until they are divided again. The sums over pieces are in fp32. The number of labels
-that count, by which a mean divides, stays on the device: nothing waits for it.
+softmax and loss are computed in fp32, and so are the sums over pieces. What a mean divides by stays
+on the device: nothing waits for it. The gradient of a logit is at most 1 in magnitude and often
+below 2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it is made 2^14 times as
+large, whatever scales the loss, and its products are kept in fp32 until backward divides them.
 
-Where a mean's count is 0, all gradients are 0, as eager's are.
+Where no label counts, all gradients are 0, as eager's are.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from fx_fuser.ops.once import differentiable_once
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _LANES = 8  # what a row of logits has a multiple of: the library has fast 16-bit gemms of these
-_PIECE = 256 << 20  # bytes of logits that exist at a time, at most
-_ROWS = 128  # what a piece has a multiple of: a gemm's tile
-_SCALE = {torch.float16: 2.0**14}  # of the gradients of logits, by their dtype; else 1
+_TILE = 128  # rows, of which a piece has a multiple
+# Rows of a piece, at most. Each piece reads the sum of the weight's gradient and writes it: of 2048
+# rows that is a tenth of what its three gemms take, of fewer more.
+_ROWS = 2048
+_FP16_SCALE = 2.0**14
 OPERANDS = ("x", "weight", "bias")
 
 
@@ -44,16 +46,18 @@ def width_of(columns: int) -> int:
     return -(-columns // _LANES) * _LANES
 
 
-def rows_of_piece(rows: int, columns: int, itemsize: int) -> int:
-    """How many rows of logits exist at a time: pieces of about one size."""
-    whole = rows * width_of(columns) * itemsize
-    pieces = max(-(-whole // _PIECE), 1)
-    per_piece = -(-rows // pieces)
-    return min(max(-(-per_piece // _ROWS) * _ROWS, 1), max(rows, 1))
+def rows_of_piece(rows: int, weight: Tensor, compute: torch.dtype) -> int:
+    """How many rows of logits exist at a time: pieces of about one size.
 
-
-def bytes_of_piece(rows: int, columns: int, itemsize: int) -> int:
-    return rows_of_piece(rows, columns, itemsize) * width_of(columns) * itemsize
+    A gradient of 16 bits is summed over pieces in fp32 beside it. The logits of all rows may take
+    what that sum would: then there is one piece, and no sum.
+    """
+    most = _ROWS
+    if _kept(weight, compute) is not torch.float32:
+        most = max(most, weight.shape[1] * torch.float32.itemsize // compute.itemsize)
+    pieces = max(-(-rows // most), 1)
+    height = -(-rows // (pieces * _TILE)) * _TILE
+    return max(min(height, rows), 1)
 
 
 # ---- the function of `fx_fuser.ops.run` ----------------------------------------------------------
@@ -69,50 +73,53 @@ def _head_loss(
     mean: bool,
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    """The loss; what gradients are still to be multiplied by; the wanted gradients in the order of
-    `OPERANDS`: in fp32, or finished but for backward's own gradient (`_is_finished`)."""
+    """The loss, the wanted gradients' common factor, and these without it, in the order of
+    `OPERANDS`."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, columns = x.shape[0], weight.shape[0]
         operands = _padded(weight, compute), None if bias is None else _padded(bias, compute)
+        height = rows_of_piece(rows, weight, compute)
+        sums = _sums(x, weight, compute, wanted, height)
         losses = x.new_empty(rows, dtype=torch.float32)
-        sums = _sums(x, operands[0], wanted)
-        height = rows_of_piece(rows, columns, compute.itemsize)
         buffer = x.new_empty((height, width_of(columns)), dtype=compute)
-        scale = _SCALE.get(compute, 1.0)
+        count = (labels != ignore_index).sum() if mean else labels.new_ones(())
+        share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
+        is_fp16 = compute is torch.float16
+        scale = torch.full_like(share, _FP16_SCALE) if is_fp16 else share
         for first in range(0, rows, height):
             part = x[first : first + height].to(compute)
-            logits = buffer[: part.shape[0]]
+            piece, logits = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
             _linear(part, *operands, logits)
-            of_piece = slice(first, first + part.shape[0])
-            given = labels[of_piece], losses[of_piece], columns, ignore_index
-            _rows(logits, *given, scale if wanted else 0.0)
-            _add_products(sums, of_piece, logits, part, operands[0])
-        count = (labels != ignore_index).sum() if mean else labels.new_ones(())
-        # Of no label all gradients are 0, of which this number may not make NaN.
-        factor = (count.clamp(min=1) * scale).to(torch.float32).reciprocal()
-        made = {name: _cut(total, columns, name) for name, total in sums.items()}
-        if "weight" in made and _is_finished(weight):
-            made["weight"] = (made["weight"] * factor).to(weight.dtype)
-        return [losses.sum() / count, factor, *(made[name] for name in wanted)]
+            scaled = scale if wanted else None
+            _rows(logits, labels[piece], losses[piece], scaled, columns, ignore_index)
+            _add_products(sums, piece, logits, part, operands[0])
+        kept = {"weight": _kept(weight, compute)}
+        counts = {"x": rows}
+        made = [
+            total[: counts.get(name, columns)].to(kept.get(name, torch.float32))
+            for name, total in sums.items()
+        ]
+        factor = share / _FP16_SCALE if is_fp16 else torch.ones_like(share)
+        return [losses.sum() / count, factor, *made]
 
 
-def _like(x: Tensor, weight: Tensor, bias: Any, labels: Any, *rest: Any) -> list[Tensor]:
-    dtypes = {"weight": weight.dtype if _is_finished(weight) else torch.float32}
+def _like(
+    x: Tensor, weight: Tensor, bias: Any, labels: Any, compute: torch.dtype, *rest: Any
+) -> list[Tensor]:
+    *_, wanted = rest
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
+    kept = {"weight": _kept(weight, compute)}
     numbers = [x.new_empty((), dtype=torch.float32) for _ in range(2)]
-    return [
-        *numbers,
-        *(x.new_empty(shapes[n], dtype=dtypes.get(n, torch.float32)) for n in rest[-1]),
-    ]
+    grads = [x.new_empty(shapes[n], dtype=kept.get(n, torch.float32)) for n in wanted]
+    return [*numbers, *grads]
 
 
 run.define("head_loss", _head_loss, _like)
 
 
-def _is_finished(weight: Tensor) -> bool:
-    """Is its gradient, of the size of the vocabulary, kept for backward in 16 bits?  The range of
-    fp16 is too small for a gradient that a GradScaler is yet to scale."""
-    return weight.dtype is torch.bfloat16
+def _kept(weight: Tensor, compute: torch.dtype) -> torch.dtype:
+    """Of the weight's gradient, until backward multiplies it."""
+    return torch.bfloat16 if {weight.dtype, compute} == {torch.bfloat16} else torch.float32
 
 
 def _padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
@@ -126,18 +133,15 @@ def _padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
     return made
 
 
-def _sums(x: Tensor, weight: Tensor, wanted: Sequence[str]) -> dict[str, Tensor]:
-    """Room for the gradients. weight: padded."""
-    shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
-    # Each row of x is written once; the others are summed over pieces.
-    return {
-        name: (x.new_empty if name == "x" else x.new_zeros)(shapes[name], dtype=torch.float32)
-        for name in wanted
-    }
-
-
-def _cut(total: Tensor, columns: int, name: str) -> Tensor:
-    return total if name == "x" else total[:columns]
+def _sums(
+    x: Tensor, weight: Tensor, compute: torch.dtype, wanted: Sequence[str], height: int
+) -> dict[str, Tensor]:
+    """Room for the gradients, padded as the operands of their gemms are."""
+    rows, (columns, k) = x.shape[0], weight.shape
+    shapes = {"x": (rows, k), "weight": (width_of(columns), k), "bias": (width_of(columns),)}
+    one_piece = {"weight": _kept(weight, compute)} if height >= rows else {}
+    make = x.new_empty if rows else x.new_zeros  # the first piece writes, if there is one
+    return {n: make(shapes[n], dtype=one_piece.get(n, torch.float32)) for n in wanted}
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
@@ -148,26 +152,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> N
 
 
 def _rows(
-    logits: Tensor, labels: Tensor, losses: Tensor, columns: int, ignore_index: int, scale: float
+    logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, columns: int, ignored: int
 ) -> None:
-    """The losses of rows, and if scale is not 0, in place, the gradients of these by the logits,
-    times the scale; 0 behind the columns."""
+    """The losses of rows, and with a scale, in place, the gradients of these by the logits, times
+    the scale; 0 behind the columns."""
     if logits.device.type == "cuda":
         spec = spec_of(logits.dtype)
-        launch.head_loss(spec, logits, labels.contiguous(), losses, columns, ignore_index, scale)
-    else:
-        rows_in_torch(logits, labels, losses, columns, ignore_index, scale)
-
-
-def rows_in_torch(
-    logits: Tensor, labels: Tensor, losses: Tensor, columns: int, ignore_index: int, scale: float
-) -> None:
-    """What the kernel computes (kernels_cu/loss/head_loss.cuh)."""
-    values = logits[:, :columns].float()
-    losses.copy_(F.cross_entropy(values, labels, ignore_index=ignore_index, reduction="none"))
-    if not scale:
+        launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored)
         return
-    counts = labels != ignore_index
+    values = logits[:, :columns].float()
+    losses.copy_(F.cross_entropy(values, labels, ignore_index=ignored, reduction="none"))
+    if scale is None:
+        return
+    counts = labels != ignored
     gradient = values.softmax(-1)
     at = torch.where(counts, labels, 0)[:, None]
     gradient.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
@@ -177,25 +174,29 @@ def rows_in_torch(
 
 
 def _add_products(
-    sums: dict[str, Tensor], rows: slice, gradient: Tensor, x: Tensor, weight: Tensor
+    sums: dict[str, Tensor], piece: slice, gradient: Tensor, x: Tensor, weight: Tensor
 ) -> None:
-    """gradient: of the logits of these rows, x: the rows."""
+    """gradient: of the logits of these rows. x: the rows, weight: padded."""
+    beta = 1 if piece.start else 0
     if "x" in sums:
-        _multiply(gradient, weight, sums["x"][rows], 0)
+        _multiply(gradient, weight, sums["x"][piece], 0)
     if "weight" in sums:
-        _multiply(gradient.t(), x, sums["weight"], 1)
+        _multiply(gradient.t(), x, sums["weight"], beta)
     if "bias" in sums:
-        sums["bias"] += gradient.sum(0, dtype=torch.float32)
+        of_piece = gradient.sum(0, dtype=torch.float32)
+        sums["bias"].copy_(of_piece + sums["bias"] if beta else of_piece)
 
 
 def _multiply(a: Tensor, b: Tensor, total: Tensor, beta: int) -> None:
-    """total = beta total + a b, of which total is in fp32, a and b in 16 bits."""
-    if a.device.type == "cuda":
+    """total = beta total + a b, of 16-bit a and b. total: in fp32, or of their dtype without
+    beta."""
+    if total.dtype is a.dtype:
+        torch.mm(a, b, out=total)
+    elif a.device.type == "cuda":
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
-    elif beta:
-        total.addmm_(a.float(), b.float())
     else:
-        torch.mm(a.float(), b.float(), out=total)
+        made = a.float() @ b.float()
+        total.copy_(total + made if beta else made)
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -216,12 +217,9 @@ class _HeadLoss(torch.autograd.Function):
     @differentiable_once(lambda _: "head_loss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         factor, *made = ctx.saved_tensors
-        by_number = {torch.float32: d_loss * factor}
-        of_name = dict(zip(ctx.wanted, made))
-        grads = {
-            name: (of_name[name] * by_number.get(of_name[name].dtype, d_loss)).to(dtype)
-            for name, dtype in ctx.wanted.items()
-        }
+        scale = d_loss * factor
+        kept = zip(ctx.wanted.items(), made)
+        grads = {name: (grad * scale).to(dtype) for (name, dtype), grad in kept}
         return *(grads.get(name) for name in OPERANDS), *[None] * 4
 
 
@@ -239,7 +237,7 @@ def _composite(
         given = *operands, labels.reshape(-1), compute, ignore_index, mean
         trains = any(v is not None and v.requires_grad for v in operands)
         if torch.is_grad_enabled() and trains:
-            loss: Tensor = _HeadLoss.apply(*given)  # type: ignore[no-untyped-call]
+            loss: Tensor = _HeadLoss.apply(*given)
         else:
             loss, _ = _called(*given, [])
         return loss.to(out)

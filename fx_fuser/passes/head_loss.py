@@ -33,7 +33,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import load
-from fx_fuser.ops.head_loss import HEAD_LOSS, bytes_of_piece
+from fx_fuser.ops.head_loss import HEAD_LOSS, rows_of_piece, width_of
 from fx_fuser.options import Options
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
@@ -277,12 +277,14 @@ def _gain(head: _Head, options: Options) -> int | None:
     rows, columns = (hint_of(n) for n in logits.shape)
     if rows is None or columns is None:
         return None
-    itemsize = head.kind.itemsize
+    itemsize, weight = head.kind.itemsize, head.head.operands["weight"]
+    assert weight is not None, "a Linear has one"
     whole = rows * columns * itemsize
     if whole < _LEAST and options.plan == "measure" and not options.cpu_ops:
         raise _Stays(f"its logits take {whole >> 20} MiB; they stay below {_LEAST >> 20}")
     copies = 2 if _value(head.nodes[0]).requires_grad else 1
-    return max(copies * whole - bytes_of_piece(rows, columns, itemsize), 0)
+    height = rows_of_piece(rows, _value(weight), head.kind)
+    return max(copies * whole - height * width_of(columns) * itemsize, 0)
 
 
 def _check_kernel(head: _Head, options: Options) -> None:

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "host/kernel.h"
@@ -28,7 +29,7 @@ int64_t load_head_loss(const Sources& from) {
 const AddLoader kHeadLossLoader("head_loss", load_head_loss);
 
 void check_head_loss(const HeadLossKernels& kernels, const Tensor& logits, const Tensor& labels,
-                     const Tensor& losses, int64_t columns) {
+                     const Tensor& losses, const std::optional<Tensor>& scale, int64_t columns) {
   require_cuda(logits, "logits");
   require_cuda(labels, "labels");
   require_cuda(losses, "losses");
@@ -51,23 +52,27 @@ void check_head_loss(const HeadLossKernels& kernels, const Tensor& logits, const
   STD_TORCH_CHECK(losses.scalar_type() == ScalarType::Float && losses.is_contiguous() &&
                       losses.numel() == logits.size(0),
                   "fx_fuser: losses are not one float32 a row");
+  if (!scale) return;
+  require_cuda(*scale, "scale");
+  STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->numel() == 1,
+                  "fx_fuser: the scale of gradients is not one float32");
 }
 
 void head_loss(int64_t handle, const Tensor& logits, const Tensor& labels, const Tensor& losses,
-               int64_t columns, int64_t ignore_index, double scale) {
+               const std::optional<Tensor>& scale, int64_t columns, int64_t ignore_index) {
   const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
-  check_head_loss(kernels, logits, labels, losses, columns);
+  check_head_loss(kernels, logits, labels, losses, scale, columns);
   if (logits.size(0) == 0) return;
   const int device = logits.get_device_index();
   const OnDevice on_device(device);
   const HeadLossArgs args{logits.data_ptr(),
+                          scale ? static_cast<const float*>(scale->data_ptr()) : nullptr,
                           static_cast<const int64_t*>(labels.data_ptr()),
                           static_cast<float*>(losses.data_ptr()),
                           logits.stride(0),
                           ignore_index,
                           static_cast<int32_t>(columns),
-                          static_cast<int32_t>(logits.stride(0) * logits.element_size() / 16),
-                          static_cast<float>(scale)};
+                          static_cast<int32_t>(logits.stride(0) * logits.element_size() / 16)};
   launch(kernels.kernel, logits.size(0), kHeadLossThreads, current_stream(device), args);
 }
 

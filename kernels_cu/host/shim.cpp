@@ -38,8 +38,8 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
   m.def(
-      "head_loss(int kernels, Tensor(a!) logits, Tensor labels, Tensor(b!) losses, int columns, "
-      "int ignore_index, float scale) -> ()");
+      "head_loss(int kernels, Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor? scale, "
+      "int columns, int ignore_index) -> ()");
   m.def("reset_linear_split(int kernels) -> ()");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "

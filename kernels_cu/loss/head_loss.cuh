@@ -140,8 +140,8 @@ __device__ __forceinline__ void head_loss(const HeadLossArgs& args) {
     // The difference first: of large logits it is exact.
     args.losses[blockIdx.x] = counts ? whole.largest - picked + logf(whole.sum) : 0.0f;
   }
-  if (args.scale != 0.0f) {
-    const float scale = counts ? args.scale : 0.0f;
+  if (args.scale != nullptr) {
+    const float scale = counts ? *args.scale : 0.0f;
     of_row.store_gradient(whole, scale / whole.sum, label, scale);
   }
 }

@@ -50,7 +50,8 @@ def _compare(
     dtype = logits.dtype
     exact, gradient = _exact(logits, labels, columns, scale)
     made, losses = logits.clone(), torch.full(labels.shape, SENTINEL, device=CUDA)
-    launch.head_loss(spec_of(dtype), made, labels, losses, columns, IGNORED, scale)
+    given = None if not scale else torch.tensor(scale, device=CUDA)
+    launch.head_loss(spec_of(dtype), made, labels, losses, given, columns, IGNORED)
     off = (losses - exact).abs() / exact.abs().clamp(min=1.0)
     if not _is_within(off, losses, exact, LOSS):
         failures.append(f"{what}: losses {losses.tolist()}, not {exact.tolist()}")
@@ -106,18 +107,21 @@ def special_values(failures: list[str], columns: int) -> None:
 def refusals(failures: list[str]) -> None:
     spec = spec_of(torch.bfloat16)
     labels, losses = torch.zeros(2, dtype=torch.long, device=CUDA), torch.zeros(2, device=CUDA)
+    scale = torch.ones((), device=CUDA)
     logits = torch.zeros(2, 24, dtype=torch.bfloat16, device=CUDA)
     for what, given in {
-        "rows that are not aligned": (logits.flatten()[:42].view(2, 21), labels, losses, 21),
-        "rows with a gap": (logits[:, :16], labels, losses, 16),
-        "more columns than there are": (logits, labels, losses, 25),
-        "another dtype": (logits.half(), labels, losses, 24),
-        "fewer labels": (logits, labels[:1], losses, 24),
-        "labels of int32": (logits, labels.int(), losses, 24),
-        "losses of float64": (logits, labels, losses.double(), 24),
+        "rows that are not aligned": (logits.flatten()[:42].view(2, 21), labels, losses, scale, 21),
+        "rows with a gap": (logits[:, :16], labels, losses, scale, 16),
+        "more columns than there are": (logits, labels, losses, scale, 25),
+        "another dtype": (logits.half(), labels, losses, scale, 24),
+        "fewer labels": (logits, labels[:1], losses, scale, 24),
+        "labels of int32": (logits, labels.int(), losses, scale, 24),
+        "losses of float64": (logits, labels, losses.double(), scale, 24),
+        "a scale of float64": (logits, labels, losses, scale.double(), 24),
+        "a scale a row": (logits, labels, losses, losses, 24),
     }.items():
         try:
-            launch.head_loss(spec, *given, IGNORED, 1.0)
+            launch.head_loss(spec, *given, IGNORED)
         except RuntimeError as error:
             if "fx_fuser" not in str(error):
                 failures.append(f"{what}: {error}")

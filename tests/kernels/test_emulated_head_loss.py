@@ -47,4 +47,4 @@ def test_a_label_that_is_no_column_stops_the_kernel(label: int) -> None:
     logits = torch.zeros(1, 24, dtype=torch.bfloat16)
     labels, losses = torch.tensor([label]), torch.zeros(1)
     with pytest.raises(RuntimeError, match="__trap"):
-        launch.head_loss(spec_of(torch.bfloat16), logits, labels, losses, 24, -100, 1.0)
+        launch.head_loss(spec_of(torch.bfloat16), logits, labels, losses, None, 24, -100)

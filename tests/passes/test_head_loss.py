@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -274,18 +273,38 @@ def test_a_label_that_is_no_column_raises() -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_pieces_of_rows(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their gradients add as in one gemm."""
-    monkeypatch.setattr(op, "_PIECE", 1)
-    assert op.rows_of_piece(count, V, 2) == min(count, 128)
-    check(model(autocast(as_masked_models, dtype)), rows(1, count), labels(1, count))
+    monkeypatch.setattr(op, "_ROWS", 1)
+    made = model(autocast(as_masked_models, dtype))
+    assert op.rows_of_piece(count, made.biased.weight, dtype) == min(count, 128)
+    check(made, rows(1, count), labels(1, count))
 
 
-def test_pieces_are_of_one_size() -> None:
-    """None holds more than `_PIECE`, but for a tile's rows."""
-    for count, columns in itertools.product((1, 100, 4096, 8192, 100_000), (8, 50257, 128256)):
-        height = op.rows_of_piece(count, columns, 2)
-        assert 0 < height <= count
-        assert op.bytes_of_piece(count, columns, 2) <= op._PIECE + 128 * op.width_of(columns) * 2
-    assert op.rows_of_piece(8192, 50257, 2) == 2048
+def test_pieces_of_rows_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "_ROWS", 1)
+    made = model(as_masked_models, BF16)
+    assert op.rows_of_piece(300, made.biased.weight, BF16) == 128
+    check(made, rows(1, 300, dtype=BF16), labels(1, 300))
+
+
+@pytest.mark.parametrize(
+    "rows, k, dtype, height",
+    [
+        (0, 768, torch.float32, 1),
+        (100, 768, torch.float32, 100),
+        (2048, 768, torch.float32, 2048),
+        (2049, 768, torch.float32, 1152),  # two, of as many tiles
+        (8192, 768, torch.float32, 2048),
+        (8192, 768, BF16, 2048),
+        (4096, 2048, torch.float32, 2048),
+        (4096, 2048, BF16, 4096),  # as large as the sum would be that it does without
+        (8192, 2048, BF16, 4096),
+        (4096, 2048, F16, 2048),  # whose gradient is kept in fp32
+    ],
+)
+def test_sizes_of_pieces(rows: int, k: int, dtype: torch.dtype, height: int) -> None:
+    weight = torch.empty(50257, k, dtype=dtype, device="meta")
+    compute = BF16 if dtype is torch.float32 else dtype
+    assert op.rows_of_piece(rows, weight, compute) == height
 
 
 @pytest.mark.slow
