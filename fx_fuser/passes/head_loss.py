@@ -38,9 +38,11 @@ from fx_fuser.options import Options
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
 COUNTER = "fx_fuser_heads"
-# Bytes of logits from which on they are worth it, by rule: a piece of fewer rows leaves a GPU's
-# multiprocessors without tiles.
+# By rule, not by a contest, which would have to run the step's largest gemms while it compiles, with
+# all their logits. Logits of fewer bytes may lie in L2, where softmax's passes cost little. A piece
+# costs the host some 60 us, in which an H200 multiplies 2048 rows, 8192 columns and a width of 512.
 _LEAST = 64 << 20
+_LEAST_COLUMNS = 8192
 _CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"}
 _RESHAPES = {"view", "reshape"}
 _REDUCTIONS = ("mean", "sum")
@@ -280,11 +282,19 @@ def _gain(head: _Head, options: Options) -> int | None:
     itemsize, weight = head.kind.itemsize, head.head.operands["weight"]
     assert weight is not None, "a Linear has one"
     whole = rows * columns * itemsize
-    if whole < _LEAST and options.plan == "measure" and not options.cpu_ops:
-        raise _Stays(f"its logits take {whole >> 20} MiB; they stay below {_LEAST >> 20}")
+    if options.plan == "measure" and not options.cpu_ops:
+        _check_size(whole, columns)
     copies = 2 if _value(head.nodes[0]).requires_grad else 1
     height = rows_of_piece(rows, _value(weight), head.kind)
     return max(copies * whole - height * width_of(columns) * itemsize, 0)
+
+
+def _check_size(whole: int, columns: int) -> None:
+    """whole: bytes of the logits."""
+    if whole < _LEAST:
+        raise _Stays(f"its logits take {whole >> 20} MiB, less than {_LEAST >> 20}")
+    if columns < _LEAST_COLUMNS:
+        raise _Stays(f"it has {columns} classes, fewer than {_LEAST_COLUMNS}")
 
 
 def _check_kernel(head: _Head, options: Options) -> None:
