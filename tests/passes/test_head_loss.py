@@ -3,103 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Program, calls, compiled, recorded, run
+from heads import (
+    BF16,
+    F16,
+    IGNORED,
+    B,
+    Body,
+    K,
+    T,
+    V,
+    autocast,
+    check,
+    found,
+    labels,
+    model,
+    rows,
+    viewed,
+)
+from helpers import Program, calls, compiled, recorded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser.ops import head_loss as op
-from fx_fuser.passes import head_loss
-from fx_fuser.verify.accuracy import Observed, compare, errors_of
-
-B, T, K, V = 2, 7, 16, 51
-BF16, F16 = torch.bfloat16, torch.float16
-Body = Callable[..., Tensor]  # (model, x, labels) to a loss
-IGNORED = -100
-
-
-def found() -> int:
-    return counters[head_loss.COUNTER]["cross_entropy"]
-
-
-def model(body: Body, dtype: torch.dtype | None = None) -> Program:
-    made = Program(
-        body,
-        head=nn.Linear(K, V, bias=False),
-        biased=nn.Linear(K, V),
-        w=nn.Parameter(torch.randn(K, V)),
-        loss=nn.CrossEntropyLoss(),
-    )
-    return made.to(dtype) if dtype else made
-
-
-def rows(*shape: int, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(*shape, K) * size).to(dtype).requires_grad_()
-
-
-def labels(*shape: int) -> Tensor:
-    """Both ends among them, and one that does not count."""
-    made = torch.randint(0, V, shape)
-    made.view(-1)[:3] = torch.tensor([0, V - 1, IGNORED])[: made.numel()]
-    return made
-
-
-def autocast(body: Body, dtype: torch.dtype = BF16) -> Body:
-    """Within it. float64 is not cast."""
-
-    def cast(*given: Any) -> Tensor:
-        with torch.autocast("cpu", dtype):
-            return body(*given)
-
-    return cast
-
-
-def by_eager(
-    program: nn.Module, inputs: Sequence[Tensor]
-) -> tuple[Observed, Observed, list[Tensor]]:
-    """What eager makes, what is exact, and eager's outputs."""
-    eager, outputs = run(program, inputs, train=True)
-    exact, _ = run(program, inputs, True, dtype=torch.float64, narrow=outputs)
-    return *(Observed(r.outputs, r.grads) for r in (eager, exact)), outputs
-
-
-def larger(inputs: Sequence[Tensor], factor: float) -> list[Tensor]:
-    made = [(v * factor).to(v.dtype).detach() for v in inputs]
-    return [m.requires_grad_() if v.requires_grad else v for m, v in zip(made, inputs)]
-
-
-def check(program: nn.Module, *inputs: Tensor, heads: int = 1, **options: Any) -> list[Any]:
-    """Values and gradients are as eager's; so many heads are one op with their loss.
-
-    Each gradient of a logit is rounded by luck, and eager's errors in a few tiny tensors are lucky
-    or not: those of the same program on inputs a little larger count as well.
-    """
-    own, truth, outputs = by_eager(program, inputs)
-    chosen = {"auto": True, **options}
-    with recorded() as graphs:
-        ours, got = run(program, inputs, True, lambda m: compiled(m, **chosen), narrow=outputs)
-    seen = Observed(ours.outputs, ours.grads)
-    if compare(seen, own, truth):
-        others = (by_eager(program, larger(inputs, 1 + i / 64)) for i in range(1, 6))
-        assert not compare(seen, own, truth, peers=[errors_of(*one[:2]) for one in others])
-    assert [(g.dtype, g.shape) for g in got] == [(o.dtype, o.shape) for o in outputs]
-    assert found() == heads
-    assert bool(calls(graphs)["cross_entropy"]) is not bool(heads)
-    return graphs
-
 
 # ---- what is one op ------------------------------------------------------------------------------
-
-
-def viewed(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).float().view(-1, V), y.view(-1))
 
 
 def shifted(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -394,120 +328,3 @@ def test_explain_names_it() -> None:
     assert type(report).from_json(report.to_json()) == report
     small = fx_fuser.explain(model(viewed), rows(B, T), labels(B, T), options=options)
     assert "its logits are of torch.float32" in " ".join(str(small).split())
-
-
-# ---- what stays ----------------------------------------------------------------------------------
-
-
-def returned(m: Program, x: Tensor, y: Tensor) -> Any:
-    logits = m.head(x)
-    return F.cross_entropy(logits.view(-1, V), y.view(-1)), logits
-
-
-def also_an_accuracy(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    logits = m.head(x).float().view(-1, V)
-    return F.cross_entropy(logits, y.view(-1)) + (logits.argmax(-1) == y.view(-1)).float().mean()
-
-
-def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    weight = torch.linspace(0.5, 1.5, V, dtype=x.dtype)
-    return F.cross_entropy(m.head(x).float().view(-1, V), y.view(-1), weight.float())
-
-
-def smoothed(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), label_smoothing=0.1)
-
-
-def of_each_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), reduction="none").square().mean()
-
-
-def soft_labels(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    logits = m.head(x).view(-1, V)
-    return F.cross_entropy(logits, F.one_hot(y.clamp(0).view(-1), V).to(logits.dtype))
-
-
-def classes_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).transpose(1, 2), y)
-
-
-def one_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x)[0, 0], y[0, 0])
-
-
-def of_some_columns(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x)[..., :40].flatten(0, 1), y.view(-1).clamp(max=39))
-
-
-def columns_turned_to_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).view(V, -1), y.view(-1)[:1].clamp(0, T).expand(V))
-
-
-def capped(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy((m.head(x) / 30).tanh().view(-1, V) * 30, y.view(-1))
-
-
-def rounded_again(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).to(F16).float().view(-1, V), y.view(-1))
-
-
-def without_its_gradient(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    with torch.no_grad():
-        logits = m.head(x)
-    return F.cross_entropy(logits.view(-1, V), y.view(-1)) * x.sum()
-
-
-def written_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    h = x * 1.0
-    with torch.no_grad():
-        logits = m.head(h)
-        h.zero_()
-        loss = F.cross_entropy(logits.view(-1, V), y.view(-1))
-    return loss * x.sum()
-
-
-def in_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return checkpoint(lambda x, y: viewed(m, x, y), x, y, use_reentrant=False)
-
-
-LEFT = {
-    returned: "also read by the caller",
-    also_an_accuracy: "also read by",
-    class_weights: "class weights",
-    smoothed: "label smoothing",
-    of_each_row: "its reduction is 'none'",
-    soft_labels: "no tensor of indices",
-    one_row: "is not [rows, classes]",
-    classes_in_between: "",
-    of_some_columns: "",
-    columns_turned_to_rows: "",
-    capped: "",
-    rounded_again: "cast to torch.float16",
-    without_its_gradient: "another grad mode",
-    written_in_between: "something is written",
-    in_a_checkpoint: "in a checkpoint",
-}
-
-
-@pytest.mark.parametrize("body", LEFT, ids=lambda body: body.__name__)
-def test_a_loss_that_stays(body: Body) -> None:
-    made, x, y = model(autocast(body)), rows(B, T), labels(B, T)
-    check(made, x, y, heads=0)
-    report = fx_fuser.explain(made, x, y, options={"cpu_ops": True})
-    said = " ".join(str(report).split())
-    assert LEFT[body] in said and ("stays behind its Linear" in said) is bool(LEFT[body])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wide_weights_without_autocast_stay(dtype: torch.dtype) -> None:
-    check(model(viewed, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=0)
-
-
-def test_where_gemms_may_add_in_fp16_it_stays() -> None:
-    gemms = torch.backends.cuda.matmul
-    before, gemms.allow_fp16_accumulation = gemms.allow_fp16_accumulation, True
-    try:
-        check(model(autocast(viewed, F16)), rows(B, T), labels(B, T), heads=0)
-        check(model(autocast(viewed)), rows(B, T), labels(B, T))
-    finally:
-        gemms.allow_fp16_accumulation = before

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from heads import BF16, F16, IGNORED, Body, check, found
 from helpers import Program, recorded
-from test_head_loss import BF16, F16, IGNORED, Body, check, found
 from torch import Tensor, nn
 
 import fx_fuser
