@@ -4,7 +4,8 @@
 
 Between the two stand casts and what moves or drops rows: it is applied to x instead. The loss is
 any call that torch.compile records as `F.cross_entropy`, so also nn.CrossEntropyLoss and the losses
-of transformers' models. `fx_fuser.ops.head_loss` says what is computed, and what that saves.
+of transformers' models, or as `F.nll_loss` of a `log_softmax`. `fx_fuser.ops.head_loss` says what
+is computed, and what that saves.
 
 The op makes the gradients in forward. So it stays as written where forward would run twice, in a
 checkpoint, and where the logits are small: then a library's one gemm and one pass are as fast.
@@ -26,7 +27,7 @@ from torch.fx import Graph, Node
 
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.read.naming import called, statement
-from fx_fuser.graph.read.nodes import argument_of, hint_of, meta_tensor, storages
+from fx_fuser.graph.read.nodes import argument_of, hint_of, is_torchs, meta_tensor, storages
 from fx_fuser.graph.read.sites import Site, site_at
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
@@ -45,8 +46,9 @@ _LEAST = 64 << 20
 _LEAST_COLUMNS = 8192
 _CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"}
 _RESHAPES = {"view", "reshape"}
+_LOSSES = (F.cross_entropy, F.nll_loss)
 _REDUCTIONS = ("mean", "sum")
-# Arguments of F.cross_entropy behind its input and target, and their defaults.
+# Their arguments behind input and target, and the defaults. The last one is of cross_entropy alone.
 _ARGUMENTS = {
     "weight": None,
     "size_average": None,
@@ -109,7 +111,7 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
     found: list[HeadLoss] = []
     view: View | None = None
     kind = "cpu" if options.cpu_ops else "cuda"
-    for node in graph.find_nodes(op="call_function", target=F.cross_entropy):
+    for node in [n for n in graph.nodes if n.target in _LOSSES]:
         try:
             view = view or View(graph)
             head = _read(view, node)
@@ -135,27 +137,37 @@ def _read(view: View, node: Node) -> _Head | None:
     """The Linear whose rows a loss reads, through what moves rows; None if there is none."""
     steps: list[_Step] = []
     at, nodes = view.value(node, argument_of(node, 0, "input")), [node]
+    is_normalised = node.target is F.cross_entropy  # of log_softmax, which the other loss asks for
     while True:
         if type(_value(at)) is not FakeTensor:
             return None
         nodes.append(at)
         site = site_at(view, at)
         if site is not None:
-            is_head = site.kind in ("linear", "matmul")
+            is_head = is_normalised and site.kind in ("linear", "matmul")
             return _Head(site, tuple(reversed(steps)), tuple(nodes)) if is_head else None
         before = at.args[0] if at.args else None
         if not isinstance(before, Node) or type(_value(before)) is not FakeTensor:
             return None
         before = view.value(at, before)
-        if not _moves_rows(at, before, steps):
+        if not is_normalised and _is_log_softmax(at):
+            is_normalised = True
+        elif not _moves_rows(at, before, steps):
             return None
         at = before
+
+
+def _is_log_softmax(node: Node) -> bool:
+    """Of each row."""
+    dim = argument_of(node, 1, "dim")
+    is_row = type(dim) is int and dim % _value(node).ndim == _value(node).ndim - 1
+    return called_name(node) == "log_softmax" and is_torchs(node) and is_row
 
 
 def _moves_rows(node: Node, before: Node, steps: list[_Step]) -> bool:
     """Are the node's rows those of the node before, perhaps not all?  Then adds the step."""
     name, was, now = called_name(node), _value(before), _value(node)
-    if not was.ndim or not now.ndim or now.device != was.device:
+    if not (is_torchs(node) and was.ndim and now.ndim and now.device == was.device):
         return False
     width = was.shape[-1]
     if not isinstance(width, int) or now.shape[-1] != width:

@@ -86,7 +86,8 @@ def check(program: nn.Module, *inputs: Tensor, heads: int = 1, **options: Any) -
         assert not compare(seen, own, truth, peers=[errors_of(*one[:2]) for one in others])
     assert [(g.dtype, g.shape) for g in got] == [(o.dtype, o.shape) for o in outputs]
     assert found() == heads
-    assert bool(calls(graphs)["cross_entropy"]) is not bool(heads)
+    losses = calls(graphs)["cross_entropy"] + calls(graphs)["nll_loss"]
+    assert bool(losses) is not bool(heads)
     return graphs
 
 

@@ -76,13 +76,23 @@ def of_one_sample(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x)[1, ..., 0:], y[1], reduction="sum")
 
 
+def of_log_softmax(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely, y = F.log_softmax(m.head(x), dim=-1, dtype=torch.float32), y.clamp(min=0)
+    return F.nll_loss(likely.view(-1, V), y.view(-1), ignore_index=V - 1, reduction="sum")
+
+
+def by_modules(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return nn.NLLLoss()(m.biased(x).flatten(0, 1).log_softmax(1), y.view(-1))
+
+
 def twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return viewed(m, x, y) + 0.5 * shifted(m, x, y)
 
 
 FORMS = {
     viewed: 1, shifted: 1, as_causal_models: 1, as_masked_models: 1, by_matmul: 1,
-    by_another_matmul: 1, by_addmm: 1, of_a_few_rows: 1, of_one_sample: 1, twice: 2,
+    by_another_matmul: 1, by_addmm: 1, of_a_few_rows: 1, of_one_sample: 1, of_log_softmax: 1,
+    by_modules: 1, twice: 2,
 }  # fmt: skip
 
 
@@ -300,8 +310,13 @@ def test_behind_a_checkpoint() -> None:
 
 
 @pytest.mark.slow
-def test_by_inductor() -> None:
+def test_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which must not compute it again in backward."""
+    pieces = []
+    multiply = op._linear
+    monkeypatch.setattr(op, "_linear", lambda *given: pieces.append(multiply(*given)))
     check(model(autocast(shifted)), rows(B, T), labels(B, T), inner="inductor")
+    assert len(pieces) == 1
 
 
 def test_a_second_backward_raises() -> None:

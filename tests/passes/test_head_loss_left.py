@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import F16, B, Body, T, V, autocast, check, labels, model, rows, viewed
+from heads import BF16, F16, B, Body, T, V, autocast, check, labels, model, rows, viewed
 from helpers import Program
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
+from fx_fuser.errors import BuildError
+from fx_fuser.graph.read.sites import Site
+from fx_fuser.native import load
+from fx_fuser.options import Options
 from fx_fuser.passes import head_loss
 
 
@@ -83,6 +88,41 @@ def written_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return loss * x.sum()
 
 
+def of_log_softmax_twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).view(-1, V).log_softmax(-1).log_softmax(-1)
+    return F.nll_loss(likely, y.view(-1))
+
+
+def of_softmax_over_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.nll_loss(m.head(x).view(-1, V).log_softmax(0), y.view(-1))
+
+
+def not_normalised(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.nll_loss(m.head(x).view(-1, V), y.view(-1))
+
+
+def normalised_and_normalised(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V).log_softmax(-1), y.view(-1))
+
+
+def reshaped_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = x * 1.0
+        loss = F.cross_entropy(m.head(h).view(-1, V), y.view(-1))
+        h.unsqueeze_(0)
+    return loss * x.sum()
+
+
+@torch.compiler.allow_in_graph
+def flatten(x: Tensor, first: int, last: int) -> Tensor:
+    """The user's own, by a name of torch's."""
+    return x.flatten(first, last) * 2
+
+
+def by_the_users_flatten(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(flatten(m.head(x), 0, 1), y.view(-1))
+
+
 def in_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return checkpoint(lambda x, y: viewed(m, x, y), x, y, use_reentrant=False)
 
@@ -108,6 +148,12 @@ LEFT = {
     of_some_columns: "",
     columns_turned_to_rows: "",
     capped: "",
+    of_log_softmax_twice: "",
+    of_softmax_over_rows: "",
+    not_normalised: "",
+    normalised_and_normalised: "",
+    reshaped_in_place: "reshaped in place",
+    by_the_users_flatten: "",
     rounded_again: "cast to torch.float16",
     without_its_gradient: "another grad mode",
     written_in_between: "something is written",
@@ -158,3 +204,35 @@ def test_which_sizes_a_gpu_takes(rows: int, columns: int, said: str) -> None:
         assert said and said in str(stays)
     else:
         assert not said
+
+
+def head_on_a_gpu() -> head_loss._Head:
+    """Of a graph of fake tensors."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        logits = torch.empty(4, V, dtype=BF16, device="cuda")
+    node = graph.placeholder("logits")
+    node.meta["example_value"] = logits
+    site = Site("linear", node, (node,), {}, {})
+    return head_loss._Head(site, (), (node,))
+
+
+def test_a_kernel_that_does_not_compile_costs_the_head_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(load, "available", lambda _: None)
+    monkeypatch.setattr(load, "prepare", fails)
+    warns = pytest.warns(UserWarning, match="leaves a loss as it is written: no compiler")
+    with warns, pytest.raises(head_loss._Stays, match="no compiler"):
+        head_loss._check_kernel(head_on_a_gpu(), Options())
+    with pytest.raises(BuildError):
+        head_loss._check_kernel(head_on_a_gpu(), Options(strict=True))
+
+
+def test_where_no_kernel_runs_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "available", lambda _: "it is too old")
+    with pytest.raises(head_loss._Stays, match="it is too old"):
+        head_loss._check_kernel(head_on_a_gpu(), Options(strict=True))
