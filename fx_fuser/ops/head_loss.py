@@ -46,14 +46,16 @@ def width_of(columns: int) -> int:
     return -(-columns // _LANES) * _LANES
 
 
-def rows_of_piece(rows: int, weight: Tensor, compute: torch.dtype) -> int:
+def rows_of_piece(
+    rows: int, weight: Tensor, compute: torch.dtype, wanted: Sequence[str] = OPERANDS
+) -> int:
     """How many rows of logits exist at a time: pieces of about one size.
 
     A gradient of 16 bits is summed over pieces in fp32 beside it. The logits of all rows may take
     what that sum would: then there is one piece, and no sum.
     """
     most = _ROWS
-    if _kept(weight, compute) is not torch.float32:
+    if "weight" in wanted and _kept(weight, compute) is not torch.float32:
         most = max(most, weight.shape[1] * torch.float32.itemsize // compute.itemsize)
     pieces = max(-(-rows // most), 1)
     height = -(-rows // (pieces * _TILE)) * _TILE
@@ -78,7 +80,7 @@ def _head_loss(
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, columns = x.shape[0], weight.shape[0]
         operands = _padded(weight, compute), None if bias is None else _padded(bias, compute)
-        height = rows_of_piece(rows, weight, compute)
+        height = rows_of_piece(rows, weight, compute, wanted)
         sums = _sums(x, weight, compute, wanted, height)
         losses = x.new_empty(rows, dtype=torch.float32)
         buffer = x.new_empty((height, width_of(columns)), dtype=compute)

@@ -34,7 +34,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import load
-from fx_fuser.ops.head_loss import HEAD_LOSS, rows_of_piece, width_of
+from fx_fuser.ops.head_loss import HEAD_LOSS, OPERANDS, rows_of_piece, width_of
 from fx_fuser.options import Options
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
@@ -273,7 +273,8 @@ def _check_head(view: View, head: _Head) -> None:
     operands = [n for n in site.operands.values() if n is not None]
     if any(type(meta_tensor(n)) is not FakeTensor for n in operands):
         raise _Stays("an operand of its Linear is no plain tensor")
-    if region.functional_level() is not None or any(view.region[n] != region for n in head.nodes):
+    regions = {view.region[n] for n in (*head.nodes, *site.nodes)}
+    if region.functional_level() is not None or regions != {region}:
         raise _Stays("its Linear runs under another grad mode or autocast, or within a transform")
     if not view.reshaped.keys().isdisjoint(storages((*operands, *head.nodes))):
         raise _Stays("an operand is reshaped in place")
@@ -285,23 +286,25 @@ def _check_head(view: View, head: _Head) -> None:
 
 def _gain(head: _Head, options: Options) -> int | None:
     """Bytes that a step does not hold at once any more: of the logits and their gradient, but for a
-    piece."""
-    logits = _value(head.nodes[1])
-    rows, columns = (hint_of(n) for n in logits.shape)
-    if rows is None or columns is None:
-        return None
+    piece. None where the number of rows depends on data."""
+    rows, columns = (hint_of(n) for n in _value(head.nodes[1]).shape)
     itemsize, weight = head.kind.itemsize, head.head.operands["weight"]
-    assert weight is not None, "a Linear has one"
-    whole = rows * columns * itemsize
+    assert columns is not None and weight is not None, "a Linear has both"
+    whole = None if rows is None else rows * columns * itemsize
     if options.plan == "measure" and not options.cpu_ops:
         _check_size(whole, columns)
-    copies = 2 if _value(head.nodes[0]).requires_grad else 1
-    height = rows_of_piece(rows, _value(weight), head.kind)
-    return max(copies * whole - height * width_of(columns) * itemsize, 0)
+    if rows is None or whole is None:
+        return None
+    trains = _value(head.nodes[0]).requires_grad
+    wanted = OPERANDS if trains else ()
+    piece = rows_of_piece(rows, _value(weight), head.kind, wanted) * width_of(columns) * itemsize
+    return max((2 if trains else 1) * whole - piece, 0)
 
 
-def _check_size(whole: int, columns: int) -> None:
+def _check_size(whole: int | None, columns: int) -> None:
     """whole: bytes of the logits."""
+    if whole is None:
+        raise _Stays("how many logits it has is not known when compiling")
     if whole < _LEAST:
         raise _Stays(f"its logits take {whole >> 20} MiB, less than {_LEAST >> 20}")
     if columns < _LEAST_COLUMNS:

@@ -171,6 +171,15 @@ def test_a_loss_that_stays(body: Body) -> None:
     assert LEFT[body] in said and ("stays behind its Linear" in said) is bool(LEFT[body])
 
 
+def test_one_column_of_as_many_rows() -> None:
+    """An index may take the columns away, and leave as many rows in their place."""
+
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m.head(x)[..., 3], y)
+
+    check(model(autocast(body)), rows(B, V), labels(B), heads=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wide_weights_without_autocast_stay(dtype: torch.dtype) -> None:
     check(model(viewed, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=0)
@@ -194,12 +203,13 @@ def test_where_gemms_may_add_in_fp16_it_stays() -> None:
         (4096, 8192, ""),
         (4096, 8191, "less than 64"),
         (65536, 8191, "it has 8191 classes, fewer than 8192"),
+        (None, 50257, "is not known when compiling"),
     ],
 )
-def test_which_sizes_a_gpu_takes(rows: int, columns: int, said: str) -> None:
+def test_which_sizes_a_gpu_takes(rows: int | None, columns: int, said: str) -> None:
     """By rule."""
     try:
-        head_loss._check_size(2 * rows * columns, columns)
+        head_loss._check_size(rows and 2 * rows * columns, columns)
     except head_loss._Stays as stays:
         assert said and said in str(stays)
     else:
