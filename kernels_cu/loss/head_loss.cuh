@@ -91,10 +91,10 @@ struct HeadLoss {
       float logit[kHeadLossInFlight * kWidth];
 #pragma unroll
       for (int i = 0; i < kHeadLossInFlight; ++i) {
-        const int64_t column = int64_t{first + i * kHeadLossThreads} * kWidth;
+        const int left = columns - (first + i * kHeadLossThreads) * kWidth;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          logit[i * kWidth + e] = column + e < columns ? convert<float>(raw[i][e]) : lowest();
+          logit[i * kWidth + e] = e < left ? convert<float>(raw[i][e]) : lowest();
         }
       }
       mine.add(logit);
@@ -103,7 +103,7 @@ struct HeadLoss {
   }
 
   // Behind the columns 0. at_label: what the label's has less.
-  __device__ __forceinline__ void store_gradient(const ExpSum& whole, float weight, int64_t label,
+  __device__ __forceinline__ void store_gradient(const ExpSum& whole, float weight, int label,
                                                  float at_label) const {
     for (int first = threadIdx.x; first < vectors; first += kRound) {
       Vector raw[kHeadLossInFlight];
@@ -111,14 +111,15 @@ struct HeadLoss {
 #pragma unroll
       for (int i = 0; i < kHeadLossInFlight; ++i) {
         const int vector = first + i * kHeadLossThreads;
-        const int64_t column = int64_t{vector} * kWidth;
+        const int left = columns - vector * kWidth;
+        const int labelled = label - vector * kWidth;
         float gradient[kWidth];
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float logit = convert<float>(raw[i][e]);
           const float share = math::exp_of_minus(whole.largest - logit) * weight;
-          const float value = column + e == label ? share - at_label : share;
-          gradient[e] = column + e < columns ? value : 0.0f;
+          const float value = e == labelled ? share - at_label : share;
+          gradient[e] = e < left ? value : 0.0f;
         }
         if (vector < vectors) reinterpret_cast<Vector*>(row)[vector] = pack<T>(gradient);
       }
@@ -130,9 +131,10 @@ template <class T>
 __device__ __forceinline__ void head_loss(const HeadLossArgs& args) {
   T* row = static_cast<T*>(args.logits) + int64_t{blockIdx.x} * args.pitch;
   const HeadLoss<T> of_row{row, args.columns, args.vectors};
-  const int64_t label = args.labels[blockIdx.x];
-  const bool counts = label != args.ignore_index;
-  if (counts && (label < 0 || label >= args.columns)) __trap();
+  const int64_t given = args.labels[blockIdx.x];
+  const bool counts = given != args.ignore_index;
+  if (counts && (given < 0 || given >= args.columns)) __trap();
+  const int label = counts ? static_cast<int>(given) : -1;
   // Before the block's barrier, behind which threads write gradients.
   const float picked = threadIdx.x == 0 && counts ? convert<float>(row[label]) : 0.0f;
   const ExpSum whole = of_row.exp_sum();
