@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -344,3 +346,60 @@ def test_explain_names_it() -> None:
     assert type(report).from_json(report.to_json()) == report
     small = fx_fuser.explain(model(viewed), rows(B, T), labels(B, T), options=options)
     assert "its logits are of torch.float32" in " ".join(str(small).split())
+
+
+# ---- any -----------------------------------------------------------------------------------------
+
+_CASTS = (lambda v: v.float(), lambda v: v.contiguous(), lambda v: v.to(torch.float32))
+
+
+def _reshaped(sizes: Sequence[int], of: int) -> Callable[[Tensor], Tensor]:
+    """of: how many dimensions that takes the place of."""
+    return lambda v: v.reshape(*sizes, *v.shape[of:])
+
+
+def random_moves(draw: random.Random, shape: tuple[int, ...]) -> list[Callable[[Tensor], Tensor]]:
+    """What moves rows, or drops some, until there is one dimension of them. Each takes logits, or
+    labels in their place."""
+    moves: list[Callable[[Tensor], Tensor]] = []
+    sizes = list(shape)
+    for _ in range(draw.randint(0, 3)):
+        dim = draw.randrange(len(sizes))
+        kind = draw.choice(("slice", "index", "split", "join"))
+        if kind == "slice" and sizes[dim] > 2:
+            begin, end = draw.randint(0, 1), sizes[dim] - draw.randint(0, 1)
+            index = (*[slice(None)] * dim, slice(begin, end))
+            moves.append(lambda v, index=index: v[index])
+            sizes[dim] = end - begin
+        elif kind == "index" and len(sizes) > 1:
+            index = (*[slice(None)] * dim, draw.randrange(sizes[dim]))
+            moves.append(lambda v, index=index: v[index])
+            del sizes[dim]
+        elif kind == "split" and sizes[dim] % 2 == 0:
+            sizes[dim : dim + 1] = [2, sizes[dim] // 2]
+            moves.append(_reshaped(tuple(sizes), len(sizes) - 1))
+        elif kind == "join" and len(sizes) > 1 and dim + 1 < len(sizes):
+            sizes[dim : dim + 2] = [sizes[dim] * sizes[dim + 1]]
+            moves.append(lambda v, dim=dim: v.flatten(dim, dim + 1))
+    return [*moves, _reshaped([-1], len(sizes))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_moves(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(2, 6) for _ in range(draw.randint(1, 3)))
+    moves = random_moves(draw, shape)
+    casts = {i: draw.choice(_CASTS) for i in range(len(moves)) if draw.random() < 0.4}
+    reduction, biased = draw.choice(("mean", "sum")), draw.random() < 0.5
+
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        logits = m.biased(x) if biased else m.head(x)
+        for i, move in enumerate(moves):
+            logits, y = casts.get(i, lambda v: v)(move(logits)), move(y)
+        return F.cross_entropy(logits, y, reduction=reduction)
+
+    y = torch.randint(0, V, shape)
+    y[torch.rand(shape) < 0.2] = IGNORED
+    y.view(-1)[-1] = V - 1
+    check(model(autocast(body, draw.choice((BF16, F16)))), rows(*shape), y)
