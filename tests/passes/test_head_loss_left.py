@@ -164,11 +164,10 @@ LEFT = {
 
 @pytest.mark.parametrize("body", LEFT, ids=lambda body: body.__name__)
 def test_a_loss_that_stays(body: Body) -> None:
-    made, x, y = model(autocast(body)), rows(B, T), labels(B, T)
-    check(made, x, y, heads=0)
-    report = fx_fuser.explain(made, x, y, options={"cpu_ops": True})
-    said = " ".join(str(report).split())
-    assert LEFT[body] in said and ("stays behind its Linear" in said) is bool(LEFT[body])
+    given = model(autocast(body)), rows(B, T), labels(B, T)
+    heads = fx_fuser.explain(*given, options={"cpu_ops": True, "strict": True}).heads
+    assert all(head.reason and LEFT[body] in head.reason for head in heads)
+    assert bool(heads) is bool(LEFT[body])
 
 
 def test_one_column_of_as_many_rows() -> None:
@@ -185,12 +184,12 @@ def test_wide_weights_without_autocast_stay(dtype: torch.dtype) -> None:
     check(model(viewed, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=0)
 
 
-def test_where_gemms_may_add_in_fp16_it_stays() -> None:
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_where_gemms_may_add_in_fp16_it_stays(dtype: torch.dtype) -> None:
     gemms = torch.backends.cuda.matmul
     before, gemms.allow_fp16_accumulation = gemms.allow_fp16_accumulation, True
     try:
-        check(model(autocast(viewed, F16)), rows(B, T), labels(B, T), heads=0)
-        check(model(autocast(viewed)), rows(B, T), labels(B, T))
+        check(model(autocast(viewed, dtype)), rows(B, T), labels(B, T), heads=int(dtype is BF16))
     finally:
         gemms.allow_fp16_accumulation = before
 
