@@ -1,4 +1,4 @@
-"""GB/s of the pointwise and batch-statistics kernels beside torch's own copy.
+"""GB/s of the pointwise, batch-statistics and loss kernels beside torch's own copy.
 
 Medians of triton.testing.do_bench, which clears L2 before each run; random data; results are
 checked before they are timed. Run as `PYTHONPATH=. python benchmarks/native_bandwidth.py`.
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 from triton.testing import do_bench
 
 from fx_fuser.kernels.base import example
+from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import POINTWISE
+from fx_fuser.ops.head_loss import width_of
 
 rows: list[list[object]] = []
 
@@ -66,6 +69,24 @@ def batch_stats(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory
     )
 
 
+def head_loss(count: int, columns: int, trains: bool) -> None:
+    """In place: the logits of a run are the gradients of the one before."""
+    logits = torch.randn(count, width_of(columns), device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, columns, (count,), device="cuda")
+    losses = torch.empty(count, device="cuda")
+    scale = torch.ones((), device="cuda") if trains else None
+    expected = F.cross_entropy(logits[:, :columns].float(), labels, reduction="none")
+    spec = spec_of(torch.bfloat16)
+
+    def run() -> None:
+        launch.head_loss(spec, logits, labels, losses, scale, columns, -100)
+
+    run()
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    what = "with gradients" if trains else "alone"
+    measure(f"losses {what}, [{count}, {columns}]", (1 + trains) * bytes_of(logits), run)
+
+
 def main() -> None:
     swish(torch.float32)
     swish(torch.bfloat16)
@@ -77,6 +98,9 @@ def main() -> None:
             batch_stats((128, 64, 127, 127), dtype, memory_format)
             batch_stats((32, 256, 14, 14), dtype, memory_format)
         batch_stats((128, 3, 224, 224), torch.float32, memory_format)
+    for count, columns in ((2048, 50257), (4096, 128256)):
+        head_loss(count, columns, trains=True)
+        head_loss(count, columns, trains=False)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
     print(tabulate(rows, headers=["kernel", "µs", "GB/s"]))
 

@@ -28,7 +28,7 @@ from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
 from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced
-from fx_fuser.passes import contractions, folding, masks, padding, provenance
+from fx_fuser.passes import contractions, folding, head_loss, masks, padding, provenance
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.planning.layout import FORCED
@@ -120,8 +120,9 @@ def fuse_and_compile(
         passes = {**passes, FORCED: True} if converted else passes
     passes = {**passes, **reads.settings(outcome.matches, options)}
     outcome.tell(options.strict)
-    if outcome.matches or passes:
-        chosen = options.with_passes(passes, fused=bool(outcome.matches))
+    fused = bool(outcome.matches or outcome.heads)
+    if fused or passes:
+        chosen = options.with_passes(passes, fused)
         return compile_tagged(compile_inner, chosen), outcome
     return compile_tagged(compile_inner, options) if outcome.is_edited else None, outcome
 
@@ -209,10 +210,13 @@ def _search(
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
         hidden = is_cast and module is not gm  # the autocast that a body is called under
         sums = contractions.contract(graph, options) if options.contracts and not hidden else []
+        is_body = module is not gm
+        heads = head_loss.fuse_heads(graph, options, is_body) if options.takes_heads else []
         by_hand = attentions_by_hand(graph, options.strict) if active and is_told else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
         read.masks, read.contractions, read.attentions = attended, sums, by_hand
+        read.heads = heads
         if active and is_told:
             add_what_is_left(read, active, options)
         searched.append(_Searched(module, prepared, read))

@@ -193,6 +193,12 @@ class Options:
         return self.grows and not self.exported
 
     @property
+    def takes_heads(self) -> bool:
+        """Is a Linear fused with the cross entropy of its rows?  An exported program has core
+        ATen's ops, and neither is one."""
+        return self.grows and not self.exported
+
+    @property
     def takes_masks(self) -> bool:
         """Not where a user may differentiate twice: fused attention cannot be."""
         return self.masks and self.inner != "eager"

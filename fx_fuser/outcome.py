@@ -20,8 +20,9 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.read.naming import at
 from fx_fuser.kernels import KERNELS
 from fx_fuser.options import Options
-from fx_fuser.passes import attention_split, contractions, padding, products
+from fx_fuser.passes import attention_split, contractions, head_loss, padding, products
 from fx_fuser.passes.contractions import Contraction
+from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import layout, plan
 from fx_fuser.planning.contest import host_note
@@ -50,11 +51,12 @@ class Planned:
 class Outcome:
     """What `backend.fuse` did. matches: those rewritten. left: those that gain nothing. wrong:
     those that are wrong on these inputs. failed: those at which fx_fuser failed. masks: those
-    removed. contractions: sums of products that are gemms now. is_edited: does Inductor get another
-    graph even where nothing is fused? sites: how many there are, with those that a pattern or
-    fx_fuser cannot take, as far as the report lists these. is_known: False where Inductor's cache
-    had the graph, so that nothing was looked for. folds: is there a site that `passes.folding` is
-    for? is_converted: of its graphs, would Inductor have converted one to channels_last?"""
+    removed. contractions: sums of products that are gemms now. heads: those fused with their loss.
+    is_edited: does Inductor get another graph even where nothing is fused? sites: how many there
+    are, with those that a pattern or fx_fuser cannot take, as far as the report lists these.
+    is_known: False where Inductor's cache had the graph, so that nothing was looked for. folds: is
+    there a site that `passes.folding` is for? is_converted: of its graphs, would Inductor have
+    converted one to channels_last?"""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Outcome:
     failed: list[Refusal] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
+    heads: list[HeadLoss] = field(default_factory=list)
     is_edited: bool = False
     sites: int = 0
     is_known: bool = True
@@ -87,6 +90,9 @@ class Outcome:
         for contraction in read.contractions:
             report.add_contraction(contraction)
         self.contractions += read.contractions
+        for head in read.heads:
+            report.add_head(head)
+        self.heads += [head for head in read.heads if head.is_edit]
         for attention in read.attentions:
             report.add_attention(attention)
         self.is_edited |= read.is_edited
@@ -116,6 +122,8 @@ class Outcome:
             counters["fx_fuser_masks"][mask.done] += 1
         for contraction in self.contractions:
             counters[contractions.COUNTER][contraction.equation] += 1
+        if self.heads:
+            counters[head_loss.COUNTER]["cross_entropy"] += len(self.heads)
 
     def tell(self, strict: bool) -> None:
         """Log, count and warn; raises VerifyError instead of a warning if strict."""
@@ -155,7 +163,11 @@ class Outcome:
         if not self.is_known:
             return "Inductor's cache had a graph, as it was compiled before"
         said = f"fused {fused} of {_counted(self.sites, 'site')}" if self.sites else "no site"
-        edits = {"contraction": len(self.contractions), "mask": len(self.masks)}
+        edits = {
+            "contraction": len(self.contractions),
+            "mask": len(self.masks),
+            "head": len(self.heads),
+        }
         counts = {**replaced, **edits}
         return ", ".join([said, *(_counted(n, what) for what, n in counts.items() if n)])
 

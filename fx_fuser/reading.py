@@ -27,6 +27,7 @@ from fx_fuser.ops import checks
 from fx_fuser.options import Options
 from fx_fuser.passes import provenance
 from fx_fuser.passes.contractions import Contraction
+from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import plan
 
@@ -38,7 +39,8 @@ class Reading:
     """What was found in one graph. No node belongs to two matches. others: anchors that no part of
     a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. products:
     what is no anchor though it multiplies. masks: of attention. contractions: sums of products that
-    are gemms now. attentions: those written by hand, and what looks like one and why it is none."""
+    are gemms now. attentions: those written by hand, and what looks like one and why it is none.
+    heads: losses behind a Linear."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
@@ -49,11 +51,13 @@ class Reading:
     masks: list[Mask] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     attentions: list[AttentionSite | Refused] = field(default_factory=list)
+    heads: list[HeadLoss] = field(default_factory=list)
 
     @property
     def is_edited(self) -> bool:
         """Is the graph another one even where nothing is fused?"""
-        return bool(self.contractions) or any(mask.is_edit for mask in self.masks)
+        is_head = any(head.is_edit for head in self.heads)
+        return is_head or bool(self.contractions) or any(mask.is_edit for mask in self.masks)
 
 
 def _fault_of(match: Match, taken: set[Node]) -> Fault | None:

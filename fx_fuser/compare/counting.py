@@ -10,9 +10,10 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import attention_split, contractions, padding, products
+from fx_fuser.passes import attention_split, contractions, head_loss, padding, products
 
-CHANGED = ("fused", "masks", "products", "attention", "padded", "contractions")  # of `Sites`
+# Of `Sites`.
+CHANGED = ("fused", "masks", "products", "attention", "padded", "contractions", "heads")
 _MOST_OF_WARNING = 400  # letters
 
 
@@ -26,6 +27,7 @@ class Sites(TypedDict, total=False):
     attention: dict[str, int]  # of fp32, replaced there
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
     contractions: dict[str, int]  # sums of products that are gemms now
+    heads: dict[str, int]  # Linears that are one op with their loss
     warnings: list[str]  # that name fx_fuser
 
 
@@ -40,6 +42,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "attention": attention_split.COUNTERS,
         "padded": padding.COUNTERS,
         "contractions": contractions.COUNTER,
+        "heads": head_loss.COUNTER,
     }
     before = {name: Counter(counters[counter]) for name, counter in names.items()}
     with warnings.catch_warnings(record=True) as caught:

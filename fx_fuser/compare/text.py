@@ -26,6 +26,7 @@ _SITES = {  # of `counting.Sites`
     "padded": "16-bit gemms of odd sizes padded or replaced there",
     "masks": "attention masks removed",
     "contractions": "sums of products computed as gemms",
+    "heads": "losses computed with their Linear, without all logits",
 }
 
 

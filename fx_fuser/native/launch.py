@@ -52,3 +52,33 @@ def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
     mean, variance = _ops.batch_stats.default(handle, x)
     return mean, variance
+
+
+def head_loss(
+    spec: KernelSpec,
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    scale: Tensor | None,
+    columns: int,
+    ignore_index: int,
+) -> None:
+    """losses[i] = logsumexp(logits[i]) - logits[i, labels[i]], 0 where that is `ignore_index`; and
+    with a scale, logits[i] = scale times the gradient of that by logits[i]. Deterministic.
+
+    A label that is no column stops the kernel, as it does torch's.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.head_loss.spec_of`, see kernels_cu/loss/head_loss.cuh.
+        logits: [rows, pitch] of CUDA, of the dtype that `spec` names; rows adjacent, each aligned
+            to 16 bytes. Those from `columns` on are not read, and become 0 with a scale.
+        labels: [rows], int64, contiguous.
+        losses: [rows], float32, contiguous.
+        scale: one number, float32.
+
+    Raises:
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
+    """
+    handle = load.handle_of(spec, logits)
+    _ops.head_loss.default(handle, logits, labels, losses, scale, columns, ignore_index)

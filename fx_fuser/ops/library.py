@@ -42,6 +42,7 @@ from fx_fuser.kernels.unaligned import COMB_TILES, TILES, comb_takes
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 from fx_fuser.ops import apply, folded, plain, run  # noqa: F401  (plain defines ops)
+from fx_fuser.ops.once import differentiable_once
 from fx_fuser.ops.run import Arguments
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
@@ -305,31 +306,6 @@ def gradients(
     return grads, dt
 
 
-def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that cannot be differentiated: to differentiate its results raises.
-
-    torch's `once_differentiable` looks at dy alone. The gradient of `y.sum()` was then a constant,
-    and a gradient penalty on it silently did nothing.
-    """
-
-    @functools.wraps(backward)
-    def guarded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():  # no create_graph=True
-            return found
-        message = (
-            f"fx_fuser::{ctx.call.anchor.kind} has no double backward; to differentiate twice, "
-            "leave it unfused with options={'patterns': []}"
-        )
-        present = [g.detach().requires_grad_() for g in found if g is not None]
-        guards = torch._C._functions.DelayedError(message.encode(), len(present))(*present)
-        results = iter(guards if isinstance(guards, tuple) else (guards,))
-        return tuple(None if g is None else next(results) for g in found)
-
-    return guarded
-
-
 def _pull_back(
     call: FusedCall, z: Tensor, t: Sequence[Tensor], wanted: Sequence[int], dy: Tensor
 ) -> tuple[Tensor, ...]:
@@ -393,7 +369,7 @@ class _Fused(torch.autograd.Function):
         return (y, *statistics)
 
     @staticmethod
-    @_differentiable_once
+    @differentiable_once(lambda ctx: ctx.call.anchor.kind)
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         call: FusedCall = ctx.call
         anchor = call.anchor

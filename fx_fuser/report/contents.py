@@ -96,6 +96,16 @@ class ContractionReport:
 
 
 @dataclass(frozen=True)
+class HeadReport:
+    """A loss behind a Linear. bytes, reason: as of `fx_fuser.passes.head_loss.HeadLoss`."""
+
+    where: str
+    code: str
+    bytes: int | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class LeftReport:
     """An anchor at which no pattern begins, or a product that is no anchor. kind: "Linear" or
     "conv1d", say. follows: the operations that read its value. reason: why no fused kernel may gain
@@ -138,8 +148,8 @@ class Contents:
     fused: in the order of the graphs; on a CPU the named patterns that are found, at which none of
     fx_fuser's kernels run (`SiteReport.native`). refused: the near misses, the nearest first.
     others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
-    of attention. contractions: sums of products. attentions: written by hand. graphs and header:
-    filled by `explain` only.
+    of attention. contractions: sums of products. attentions: written by hand. heads: losses behind
+    a Linear. graphs and header: filled by `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -151,6 +161,7 @@ class Contents:
     left: list[LeftReport] = field(default_factory=list)
     header: Header | None = None
     attentions: list[AttentionReport] = field(default_factory=list)
+    heads: list[HeadReport] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
@@ -237,6 +248,11 @@ class Contents:
         )
 
     @property
+    def losses(self) -> str:
+        """A line for each loss behind a Linear; equal ones share a line."""
+        return "\n".join(map(_said_of_head, Counter(self.heads).items()))
+
+    @property
     def saving(self) -> str:
         """What all sites that fx_fuser runs save together, in one forward call."""
         sites = [s for s in self.fused if s.native]
@@ -251,6 +267,15 @@ class Contents:
         """What all fused sites keep together for backward; a tensor that several keep is one."""
         kept = {(s.graph, name): n for s in self.fused for name, n in (s.kept or {}).items()}
         return f"Kept for the backward pass: {text_of(sum(kept.values()))}" if kept else ""
+
+
+def _said_of_head(counted: tuple[HeadReport, int]) -> str:
+    head, n = counted
+    said = f"The loss at {head.where}{f' ×{n}' if n > 1 else ''}"
+    if head.reason:
+        return f"{said} stays behind its Linear: {head.reason}"
+    held = "" if head.bytes is None else f": {text_of(head.bytes)} less at once"
+    return f"{said} runs with its Linear, by pieces of rows, without the logits of all{held}"
 
 
 def _counted(count: int, one: str, many: str = "") -> str:

@@ -73,7 +73,8 @@ def html_of(report: Contents) -> str:
     counts = report.summary
     head = report.header.lines if report.header else []
     lines = [*head, report.summary, report.saving, report.keeping]
-    lines += [*report.attention.splitlines(), *report.contracted.splitlines()]
+    for said in (report.attention, report.contracted, report.losses):
+        lines += said.splitlines()
     drawn = [
         _graph(graph, index, len(report.graphs), [s for s in sites if s.site.graph == index])
         for index, graph in enumerate(report.graphs)

@@ -24,12 +24,14 @@ from fx_fuser.graph.read.sites import Site
 from fx_fuser.graph.read.source import called_name, op_of, source_of
 from fx_fuser.graph.read.view import View
 from fx_fuser.passes.contractions import Contraction
+from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
 from fx_fuser.report.contents import (
     AttentionReport,
     Contents,
     ContractionReport,
     GraphReport,
+    HeadReport,
     LeftReport,
     MaskReport,
     NodeReport,
@@ -121,6 +123,10 @@ class Report(Contents):
         report = ContractionReport(place_of(contraction.node), code, contraction.equation)
         self.contractions.append(report)
 
+    def add_head(self, head: HeadLoss) -> None:
+        _, code = source_line(head.node)
+        self.heads.append(HeadReport(place_of(head.node), code, head.bytes, head.reason))
+
     def add_attention(self, found: AttentionSite | Refused) -> None:
         _, code = source_line(found.node)
         formula = "" if isinstance(found, Refused) else _formula(found)
@@ -158,8 +164,9 @@ class Report(Contents):
         contractions = [ContractionReport(**c) for c in data["contractions"]]
         left = [LeftReport(**site) for site in data["left"]]
         attentions = [AttentionReport(**one) for one in data["attentions"]]
+        heads = [HeadReport(**one) for one in data["heads"]]
         header = Header(**data["header"]) if data["header"] else None
-        of_all = data["others"], graphs, masks, contractions, left, header, attentions
+        of_all = data["others"], graphs, masks, contractions, left, header, attentions, heads
         return cls(fused, refused, *of_all)
 
     def to_html(self) -> str:
@@ -181,7 +188,8 @@ class Report(Contents):
             log.info("%s %s at %s%s%s", site.verdict, site.pattern, site.where, kernel, stop)
         for site in self.refused:
             log.info("refused %s at %s: %s", site.pattern, site.where, said_of(site))
-        for said in (self.summary, self.leftovers, self.attention, self.contracted):
+        found = self.summary, self.leftovers, self.attention, self.contracted, self.losses
+        for said in found:
             if said:
                 log.info("%s", said)
         torch._logging.trace_structured(

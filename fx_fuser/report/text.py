@@ -21,7 +21,7 @@ def report_text(report: Contents) -> str:
     near = [site for site in report.refused if _is_near_builtin(site)]
     rows = report.fused + [site for site in report.refused if not _is_near_builtin(site)]
     head = [*report.header.lines] if report.header else []
-    rest = [report.attention, report.contracted]
+    rest = [report.attention, report.contracted, report.losses]
     parts = [
         _filled(head),
         _filled([report.summary]),

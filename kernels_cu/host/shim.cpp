@@ -14,6 +14,7 @@
 #include "host/depthwise.h"
 #include "host/fold.h"
 #include "host/folded.h"
+#include "host/head_loss.h"
 #include "host/implicit.h"
 #include "host/kernel.h"
 #include "host/linear.h"
@@ -36,6 +37,9 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "int");
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
+  m.def(
+      "head_loss(int kernels, Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor? scale, "
+      "int columns, int ignore_index) -> ()");
   m.def("reset_linear_split(int kernels) -> ()");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
@@ -60,6 +64,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load", TORCH_BOX(&load));
   m.impl("pointwise", TORCH_BOX(&pointwise));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
+  m.impl("head_loss", TORCH_BOX(&head_loss));
   m.impl("reset_linear_split", TORCH_BOX(&reset_linear_split));
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
   m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));

@@ -18,6 +18,7 @@ import conv_backward_checks
 import conv_checks
 import conv_direct_checks
 import depthwise_checks
+import head_loss_checks
 import implicit_checks
 import linear_dense_checks
 import linear_split_checks
@@ -31,6 +32,7 @@ from native_cases import SMALL_CASES
 from benchmarks import conv_backward_sm90, conv_sm90, linear_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
+from fx_fuser.kernels import head_loss
 from fx_fuser.kernels.exact import EXACT_GEMMS
 from fx_fuser.kernels.split import MIXED_GEMMS
 from fx_fuser.native import binaries, load
@@ -44,7 +46,9 @@ depthwise_checks.sweep(failures, 40, 0, side=20)
 load.prepare([stem_checks.spec_of(*one) for one in stem_checks.EXAMPLES], "cuda")
 stem_checks.sweep(failures, 40, 0, side=30)
 unaligned_checks.sweep(failures, 36, 0, 12, 140, 150)
-ran += 116
+load.prepare(head_loss.examples(), "cuda")
+head_loss_checks.sweep(failures, 20, 0, (5, 20000))
+ran += 136
 if "--racecheck" not in sys.argv:
     load.prepare([implicit_checks.spec_of(*one) for one in implicit_checks.EXAMPLES], "cuda")
     implicit_checks.sweep(failures, 40, 0, side=20)

@@ -19,8 +19,8 @@ LINES = [
     "leaves bias mean var gamma beta eps",
     "tiles 32x32 32x64 64x32 64x64 128x128",
     "combs 128x256:both 128x192:both 256x192:k 128x240:lines",
-    "attention 64:128x128 64:192x64 64:128x64 128:128x64 64:128x128 64:128x64 128:128x64",
-    "backward 64:128x64 128:128x64 128:128x64",
+    "attention 64:128x128 128:128x64",
+    "backward 64:128x64 128:128x64",
 ]
 
 

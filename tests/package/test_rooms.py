@@ -58,7 +58,8 @@ CUDA_ROOMS = {
     "linear": ("linear/", "common/"),
     "conv": ("conv/", "common/"),
     "attention": ("attention/", "common/"),
-    "host": ("host/", r"(common|pointwise|linear|conv|attention)/\w+\.h$"),
+    "loss": ("loss/", "common/"),
+    "host": ("host/", r"(common|pointwise|linear|conv|attention|loss)/\w+\.h$"),
     "nvrtc": (),
 }
 
@@ -203,6 +204,7 @@ NAMED = {
     "installation": {"split"},  # of which the environment may choose the loop
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
+    "ops.head_loss": {"head_loss"},  # a loss is no site
     "ops.library": {"attention", "folded", "unaligned"},
     "ops.attention_split": {"attention"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
@@ -212,6 +214,7 @@ NAMED = {
     "planning.plan": {"folded"},
     "verify.rivals": {"folded"},
     "passes.attention_split": {"attention"},
+    "passes.head_loss": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},

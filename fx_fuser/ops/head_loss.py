@@ -1,0 +1,255 @@
+"""Linear and cross entropy in one: a model's head and its loss, without the logits.
+
+    fx_fuser::head_loss(x, weight, bias, labels, …) = cross_entropy(x weightᵀ + bias, labels)
+
+The logits of a vocabulary of 50,000 are most of the memory of a training step, and softmax's passes
+over them are slow. Here they exist for a piece of rows at a time, in one buffer. Forward makes, of
+each piece, the logits, then in place their gradient, and of it at once its part of the gradients of
+x, weight and bias. So backward only multiplies these by its own gradient, a scalar. The gemms are
+those that eager runs, cut by rows.
+
+Rounding is eager's: logits and their gradient have the dtype that autocast gives the Linear,
+softmax and loss are computed in fp32, and so are the sums over pieces. What a mean divides by stays
+on the device: nothing waits for it. The gradient of a logit is at most 1 in magnitude and often
+below 2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it is made 2^14 times as
+large, whatever scales the loss, and its products are kept in fp32 until backward divides them.
+
+Where no label counts, all gradients are 0, as eager's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser.kernels.head_loss import spec_of
+from fx_fuser.native import launch
+from fx_fuser.ops import run
+from fx_fuser.ops.once import differentiable_once
+
+_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
+_LANES = 8  # what a row of logits has a multiple of: the library has fast 16-bit gemms of these
+_TILE = 128  # rows, of which a piece has a multiple
+# Rows of a piece, at most. Each piece reads the sum of the weight's gradient and writes it: of 2048
+# rows that is a tenth of what its three gemms take, of fewer more.
+_ROWS = 2048
+_FP16_SCALE = 2.0**14
+OPERANDS = ("x", "weight", "bias")
+
+
+def width_of(columns: int) -> int:
+    """Of a row of logits in memory."""
+    return -(-columns // _LANES) * _LANES
+
+
+def rows_of_piece(
+    rows: int, weight: Tensor, compute: torch.dtype, wanted: Sequence[str] = OPERANDS
+) -> int:
+    """How many rows of logits exist at a time: pieces of about one size.
+
+    A gradient of 16 bits is summed over pieces in fp32 beside it. The logits of all rows may take
+    what that sum would: then there is one piece, and no sum.
+    """
+    most = _ROWS
+    if "weight" in wanted and _kept(weight, compute) is not torch.float32:
+        most = max(most, weight.shape[1] * torch.float32.itemsize // compute.itemsize)
+    pieces = max(-(-rows // most), 1)
+    height = -(-rows // (pieces * _TILE)) * _TILE
+    return max(min(height, rows), 1)
+
+
+# ---- the function of `fx_fuser.ops.run` ----------------------------------------------------------
+
+
+def _head_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    compute: torch.dtype,
+    ignore_index: int,
+    mean: bool,
+    wanted: Sequence[str],
+) -> list[Tensor]:
+    """The loss, the wanted gradients' common factor, and these without it, in the order of
+    `OPERANDS`."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        rows, columns = x.shape[0], weight.shape[0]
+        operands = _padded(weight, compute), None if bias is None else _padded(bias, compute)
+        height = rows_of_piece(rows, weight, compute, wanted)
+        sums = _sums(x, weight, compute, wanted, height)
+        losses = x.new_empty(rows, dtype=torch.float32)
+        buffer = x.new_empty((height, width_of(columns)), dtype=compute)
+        count = (labels != ignore_index).sum() if mean else labels.new_ones(())
+        share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
+        is_fp16 = compute is torch.float16
+        scale = torch.full_like(share, _FP16_SCALE) if is_fp16 else share
+        for first in range(0, rows, height):
+            part = x[first : first + height].to(compute)
+            piece, logits = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
+            _linear(part, *operands, logits)
+            scaled = scale if wanted else None
+            _rows(logits, labels[piece], losses[piece], scaled, columns, ignore_index)
+            _add_products(sums, piece, logits, part, operands[0])
+        kept = {"weight": _kept(weight, compute)}
+        counts = {"x": rows}
+        made = [
+            total[: counts.get(name, columns)].to(kept.get(name, torch.float32))
+            for name, total in sums.items()
+        ]
+        factor = share / _FP16_SCALE if is_fp16 else torch.ones_like(share)
+        return [losses.sum() / count, factor, *made]
+
+
+def _like(
+    x: Tensor, weight: Tensor, bias: Any, labels: Any, compute: torch.dtype, *rest: Any
+) -> list[Tensor]:
+    *_, wanted = rest
+    shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
+    kept = {"weight": _kept(weight, compute)}
+    numbers = [x.new_empty((), dtype=torch.float32) for _ in range(2)]
+    grads = [x.new_empty(shapes[n], dtype=kept.get(n, torch.float32)) for n in wanted]
+    return [*numbers, *grads]
+
+
+run.define("head_loss", _head_loss, _like)
+
+
+def _kept(weight: Tensor, compute: torch.dtype) -> torch.dtype:
+    """Of the weight's gradient, until backward multiplies it."""
+    return torch.bfloat16 if {weight.dtype, compute} == {torch.bfloat16} else torch.float32
+
+
+def _padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
+    """In the dtype, with as many zeros behind as rows of logits have."""
+    count, width = tensor.shape[0], width_of(tensor.shape[0])
+    if tensor.dtype is compute and count == width and tensor.is_contiguous():
+        return tensor
+    made = tensor.new_empty((width, *tensor.shape[1:]), dtype=compute)
+    made[:count].copy_(tensor)
+    made[count:].zero_()
+    return made
+
+
+def _sums(
+    x: Tensor, weight: Tensor, compute: torch.dtype, wanted: Sequence[str], height: int
+) -> dict[str, Tensor]:
+    """Room for the gradients, padded as the operands of their gemms are."""
+    rows, (columns, k) = x.shape[0], weight.shape
+    shapes = {"x": (rows, k), "weight": (width_of(columns), k), "bias": (width_of(columns),)}
+    one_piece = {"weight": _kept(weight, compute)} if height >= rows else {}
+    make = x.new_empty if rows else x.new_zeros  # the first piece writes, if there is one
+    return {n: make(shapes[n], dtype=one_piece.get(n, torch.float32)) for n in wanted}
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=logits)
+    else:
+        torch.addmm(bias, x, weight.t(), out=logits)
+
+
+def _rows(
+    logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, columns: int, ignored: int
+) -> None:
+    """The losses of rows, and with a scale, in place, the gradients of these by the logits, times
+    the scale; 0 behind the columns."""
+    if logits.device.type == "cuda":
+        spec = spec_of(logits.dtype)
+        launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored)
+        return
+    values = logits[:, :columns].float()
+    losses.copy_(F.cross_entropy(values, labels, ignore_index=ignored, reduction="none"))
+    if scale is None:
+        return
+    counts = labels != ignored
+    gradient = values.softmax(-1)
+    at = torch.where(counts, labels, 0)[:, None]
+    gradient.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
+    # A product, not a choice: what is NaN stays NaN where the label does not count, as in eager.
+    logits[:, :columns] = gradient * (counts[:, None] * scale)
+    logits[:, columns:] = 0.0
+
+
+def _add_products(
+    sums: dict[str, Tensor], piece: slice, gradient: Tensor, x: Tensor, weight: Tensor
+) -> None:
+    """gradient: of the logits of these rows. x: the rows, weight: padded."""
+    beta = 1 if piece.start else 0
+    if "x" in sums:
+        _multiply(gradient, weight, sums["x"][piece], 0)
+    if "weight" in sums:
+        _multiply(gradient.t(), x, sums["weight"], beta)
+    if "bias" in sums:
+        of_piece = gradient.sum(0, dtype=torch.float32)
+        sums["bias"].copy_(of_piece + sums["bias"] if beta else of_piece)
+
+
+def _multiply(a: Tensor, b: Tensor, total: Tensor, beta: int) -> None:
+    """total = beta total + a b, of 16-bit a and b. total: in fp32, or of their dtype without
+    beta."""
+    if total.dtype is a.dtype:
+        torch.mm(a, b, out=total)
+    elif a.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
+    else:
+        made = a.float() @ b.float()
+        total.copy_(total + made if beta else made)
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any
+    ) -> Tensor:
+        needed = zip(OPERANDS, (x, weight, bias), ctx.needs_input_grad)
+        ctx.wanted = {name: given.dtype for name, given, needs in needed if needs}  # type: ignore[union-attr]
+        loss, *kept = _called(x, weight, bias, labels, *rest, list(ctx.wanted))
+        ctx.save_for_backward(*kept)
+        return loss
+
+    @staticmethod
+    @differentiable_once(lambda _: "head_loss")
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        factor, *made = ctx.saved_tensors
+        scale = d_loss * factor
+        kept = zip(ctx.wanted.items(), made)
+        grads = {name: (grad * scale).to(dtype) for (name, dtype), grad in kept}
+        return *(grads.get(name) for name in OPERANDS), *[None] * 4
+
+
+def _called(*arguments: Any) -> list[Tensor]:
+    made: list[Tensor] = run.IN_TORCH(*run.arguments("head_loss", arguments))
+    return made
+
+
+def _composite(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
+    compute: torch.dtype, out: torch.dtype, ignore_index: int, mean: bool,
+) -> Tensor:  # fmt: skip
+    with torch.autocast(x.device.type, enabled=False):
+        operands = x.reshape(-1, x.shape[-1]), weight, bias
+        given = *operands, labels.reshape(-1), compute, ignore_index, mean
+        trains = any(v is not None and v.requires_grad for v in operands)
+        if torch.is_grad_enabled() and trains:
+            loss: Tensor = _HeadLoss.apply(*given)
+        else:
+            loss, _ = _called(*given, [])
+        return loss.to(out)
+
+
+# x [*, K], weight [V, K], labels as x without its last dimension. compute: of the logits, out: of
+# the loss. AOTAutograd sees through it.
+_LIBRARY.define(
+    "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute, "
+    "ScalarType out, int ignore_index, bool mean) -> Tensor"
+)
+_LIBRARY.impl("head_loss", _composite, "CompositeImplicitAutograd")
+HEAD_LOSS = torch.ops.fx_fuser.head_loss.default

@@ -1,0 +1,81 @@
+"""The kernel of a head's loss on the CPU emulator, by the checks that it passes on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import emulator
+import head_loss_checks
+import pytest
+import torch
+from checks import passes
+from emulator.device import EmulatedGpu, in_place_of_cuda
+from torch import Tensor
+
+from fx_fuser.kernels.head_loss import spec_of
+from fx_fuser.native import launch
+from fx_fuser.ops import head_loss as op
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+
+
+@pytest.fixture(autouse=True)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    made = EmulatedGpu(getattr(request, "param", 80), multiprocessors=2)
+    in_place_of_cuda(made, monkeypatch, (head_loss_checks,))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [80, 90, 120], indirect=True)
+def test_random_sizes_and_labels(gpu: EmulatedGpu) -> None:
+    passes(head_loss_checks.sweep, 25, gpu.capability, (4, 3000))
+
+
+@pytest.mark.slow
+def test_rows_of_several_rounds() -> None:
+    passes(head_loss_checks.sweep, 4, 1, (2, 20000))
+
+
+@pytest.mark.slow
+def test_special_values() -> None:
+    passes(head_loss_checks.special_values, 51)
+
+
+def test_refusals() -> None:
+    passes(head_loss_checks.refusals)
+
+
+@pytest.mark.parametrize("label", [-1, 24])
+def test_a_label_that_is_no_column_stops_the_kernel(label: int) -> None:
+    logits = torch.zeros(1, 24, dtype=torch.bfloat16)
+    labels, losses = torch.tensor([label]), torch.zeros(1)
+    with pytest.raises(RuntimeError, match="__trap"):
+        launch.head_loss(spec_of(torch.bfloat16), logits, labels, losses, None, 24, -100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mean", [True, False])
+def test_the_op_with_the_kernel_is_the_op_without(
+    dtype: torch.dtype, mean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pieces of rows, of fp32 weights: the same gemms around it."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 51, (140,))
+    labels[:3] = torch.tensor([0, 50, -100])
+    given = [torch.randn(*shape, requires_grad=True) for shape in ((140, 16), (51, 16), (51,))]
+
+    def by_kernel(logits: Tensor, labels: Tensor, *rest: Any) -> None:
+        launch.head_loss(spec_of(dtype), logits, labels.contiguous(), *rest)
+
+    def made() -> list[Tensor]:
+        loss = op.HEAD_LOSS(*given, labels, dtype, torch.float32, -100, mean)
+        return [loss.detach(), *torch.autograd.grad(loss, given)]
+
+    monkeypatch.setattr(op, "_ROWS", 1)
+    expected = made()
+    monkeypatch.setattr(op, "_rows", by_kernel)
+    # A gradient that lies between two numbers of 16 bits may be rounded to the other.
+    for ours, plain in zip(made(), expected):
+        assert float((ours - plain).norm()) < torch.finfo(dtype).eps / 4 * float(plain.norm())

@@ -1,0 +1,102 @@
+"""Mutants of heads with their loss, for tests/mutants/mutate.py."""
+
+from __future__ import annotations
+
+PASS, OP = "passes/head_loss.py", "ops/head_loss.py"
+TESTS = "tests/passes/test_head_loss.py"
+LEFT = "tests/passes/test_head_loss_left.py"
+
+
+def _left(
+    name: str, old: str, body: str, new: str = "if False:"
+) -> tuple[str, str, str, str, tuple[str]]:
+    return f"heads: {name}", PASS, old, new, (f"{LEFT}::test_a_loss_that_stays[{body}]",)
+
+
+# name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
+MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    _left("class weights", 'if given["weight"] is not None:', "class_weights"),
+    _left("label smoothing", 'if given["label_smoothing"] != 0.0:', "smoothed"),
+    _left("other reductions", 'if given["reduction"] not in _REDUCTIONS:', "of_each_row"),
+    _left("one reader", "        if others:\n", "returned", "        if False:\n"),
+    _left("a cast that rounds", "if not kinds <= {head.kind, torch.float32}:", "rounded_again"),
+    _left("one region", " or regions != {region}", "without_its_gradient", ""),
+    _left(
+        "a write in between",
+        "if not written.isdisjoint(",
+        "written_in_between",
+        "if not set().isdisjoint(",
+    ),
+    _left(
+        "reshaped in place",
+        "if not view.reshaped.keys().isdisjoint(",
+        "reshaped_in_place",
+        "if not set().isdisjoint(",
+    ),
+    _left("no checkpoint", "    if is_body:\n", "in_a_checkpoint", "    if False:\n"),
+    _left("columns of a view", "or now.shape[-1] != width:", "columns_turned_to_rows", "or False:"),
+    _left(
+        "which softmax",
+        "dim % _value(node).ndim == _value(node).ndim - 1",
+        "of_softmax_over_rows",
+        "True",
+    ),
+    _left(
+        "a loss of what is normalised",
+        "is_head = is_normalised and ",
+        "not_normalised",
+        "is_head = ",
+    ),
+    _left(
+        "torch's own functions", "if not (is_torchs(node) and ", "by_the_users_flatten", "if not ("
+    ),
+    (
+        "heads: columns of an index",
+        PASS,
+        "return _keeps_columns(node.args[1], was.ndim)",
+        "return True",
+        (f"{LEFT}::test_one_column_of_as_many_rows",),
+    ),
+    (
+        "heads: logits of 16 bits",
+        PASS,
+        "if head.kind not in SIXTEEN_BITS:",
+        "if False:",
+        (f"{LEFT}::test_wide_weights_without_autocast_stay[dtype0]",),
+    ),
+    (
+        "heads: not where gemms may add in fp16",
+        PASS,
+        "head.kind is torch.float16 and torch",
+        "False and torch",
+        (f"{LEFT}::test_where_gemms_may_add_in_fp16_it_stays[dtype0]",),
+    ),
+    (
+        "heads: gradients of fp16 are scaled",
+        OP,
+        "_FP16_SCALE = 2.0**14",
+        "_FP16_SCALE = 1.0",
+        (f"{TESTS}::test_gradients_that_fp16_rounds_to_zero[1.0]",),
+    ),
+    (
+        "heads: what no label counts in is not NaN",
+        OP,
+        "share = count.clamp(min=1)",
+        "share = count",
+        (f"{TESTS}::test_where_no_label_counts[mean]",),
+    ),
+    (
+        "heads: pieces add",
+        OP,
+        "beta = 1 if piece.start else 0",
+        "beta = 0",
+        (f"{TESTS}::test_pieces_of_rows[dtype0-129]",),
+    ),
+    (
+        "heads: NaN of a row that does not count",
+        OP,
+        "logits[:, :columns] = gradient * (counts[:, None] * scale)",
+        "logits[:, :columns] = torch.where(counts[:, None], gradient * scale, 0.0)",
+        (f"{TESTS}::test_rows_that_are_not_finite[nan]",),
+    ),
+)

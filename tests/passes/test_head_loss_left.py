@@ -1,0 +1,251 @@
+"""Losses behind a Linear that stay as they are written, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from heads import BF16, F16, B, Body, T, V, autocast, check, labels, model, rows, viewed
+from helpers import Program
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import fx_fuser
+from fx_fuser.errors import BuildError
+from fx_fuser.graph.read.sites import Site
+from fx_fuser.native import load
+from fx_fuser.options import Options
+from fx_fuser.passes import head_loss
+
+
+def returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    return F.cross_entropy(logits.view(-1, V), y.view(-1)), logits
+
+
+def also_an_accuracy(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + (logits.argmax(-1) == y.view(-1)).float().mean()
+
+
+def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 1.5, V, dtype=x.dtype)
+    return F.cross_entropy(m.head(x).float().view(-1, V), y.view(-1), weight.float())
+
+
+def smoothed(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), label_smoothing=0.1)
+
+
+def of_each_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), reduction="none").square().mean()
+
+
+def soft_labels(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).view(-1, V)
+    return F.cross_entropy(logits, F.one_hot(y.clamp(0).view(-1), V).to(logits.dtype))
+
+
+def classes_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).transpose(1, 2), y)
+
+
+def one_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x)[0, 0], y[0, 0])
+
+
+def of_some_columns(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x)[..., :40].flatten(0, 1), y.view(-1).clamp(max=39))
+
+
+def columns_turned_to_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(V, -1), y.view(-1)[:1].clamp(0, T).expand(V))
+
+
+def capped(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy((m.head(x) / 30).tanh().view(-1, V) * 30, y.view(-1))
+
+
+def rounded_again(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).to(F16).float().view(-1, V), y.view(-1))
+
+
+def without_its_gradient(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = m.head(x)
+    return F.cross_entropy(logits.view(-1, V), y.view(-1)) * x.sum()
+
+
+def written_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    h = x * 1.0
+    with torch.no_grad():
+        logits = m.head(h)
+        h.zero_()
+        loss = F.cross_entropy(logits.view(-1, V), y.view(-1))
+    return loss * x.sum()
+
+
+def of_log_softmax_twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).view(-1, V).log_softmax(-1).log_softmax(-1)
+    return F.nll_loss(likely, y.view(-1))
+
+
+def of_softmax_over_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.nll_loss(m.head(x).view(-1, V).log_softmax(0), y.view(-1))
+
+
+def not_normalised(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.nll_loss(m.head(x).view(-1, V), y.view(-1))
+
+
+def normalised_and_normalised(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V).log_softmax(-1), y.view(-1))
+
+
+def reshaped_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = x * 1.0
+        loss = F.cross_entropy(m.head(h).view(-1, V), y.view(-1))
+        h.unsqueeze_(0)
+    return loss * x.sum()
+
+
+@torch.compiler.allow_in_graph
+def flatten(x: Tensor, first: int, last: int) -> Tensor:
+    """The user's own, by a name of torch's."""
+    return x.flatten(first, last) * 2
+
+
+def by_the_users_flatten(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(flatten(m.head(x), 0, 1), y.view(-1))
+
+
+def in_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return checkpoint(lambda x, y: viewed(m, x, y), x, y, use_reentrant=False)
+
+
+def in_a_transform(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Tensor:
+        return viewed(m, x, y)
+
+    with torch.no_grad():
+        made = torch.func.grad(loss)(x)
+    return made.sum() * x.sum()
+
+
+LEFT = {
+    returned: "also read by the caller",
+    also_an_accuracy: "also read by",
+    class_weights: "class weights",
+    smoothed: "label smoothing",
+    of_each_row: "its reduction is 'none'",
+    soft_labels: "no tensor of indices",
+    one_row: "is not [rows, classes]",
+    classes_in_between: "",
+    of_some_columns: "",
+    columns_turned_to_rows: "",
+    capped: "",
+    of_log_softmax_twice: "",
+    of_softmax_over_rows: "",
+    not_normalised: "",
+    normalised_and_normalised: "",
+    reshaped_in_place: "reshaped in place",
+    by_the_users_flatten: "",
+    rounded_again: "cast to torch.float16",
+    without_its_gradient: "another grad mode",
+    written_in_between: "something is written",
+    in_a_checkpoint: "in a checkpoint",
+    in_a_transform: "",
+}
+
+
+@pytest.mark.parametrize("body", LEFT, ids=lambda body: body.__name__)
+def test_a_loss_that_stays(body: Body) -> None:
+    given = model(autocast(body)), rows(B, T), labels(B, T)
+    heads = fx_fuser.explain(*given, options={"cpu_ops": True, "strict": True}).heads
+    assert all(head.reason and LEFT[body] in head.reason for head in heads)
+    assert bool(heads) is bool(LEFT[body])
+
+
+def test_one_column_of_as_many_rows() -> None:
+    """An index may take the columns away, and leave as many rows in their place."""
+
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m.head(x)[..., 3], y)
+
+    check(model(autocast(body)), rows(B, V), labels(B), heads=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_weights_without_autocast_stay(dtype: torch.dtype) -> None:
+    check(model(viewed, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=0)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_where_gemms_may_add_in_fp16_it_stays(dtype: torch.dtype) -> None:
+    gemms = torch.backends.cuda.matmul
+    before, gemms.allow_fp16_accumulation = gemms.allow_fp16_accumulation, True
+    try:
+        check(model(autocast(viewed, dtype)), rows(B, T), labels(B, T), heads=int(dtype is BF16))
+    finally:
+        gemms.allow_fp16_accumulation = before
+
+
+@pytest.mark.parametrize(
+    "rows, columns, said",
+    [
+        (2048, 16384, ""),
+        (2047, 16384, "its logits take 63 MiB, less than 64"),
+        (4096, 8192, ""),
+        (4096, 8191, "less than 64"),
+        (65536, 8191, "it has 8191 classes, fewer than 8192"),
+        (None, 50257, "is not known when compiling"),
+    ],
+)
+def test_which_sizes_a_gpu_takes(rows: int | None, columns: int, said: str) -> None:
+    """By rule."""
+    try:
+        head_loss._check_size(rows and 2 * rows * columns, columns)
+    except head_loss._Stays as stays:
+        assert said and said in str(stays)
+    else:
+        assert not said
+
+
+def head_on_a_gpu() -> head_loss._Head:
+    """Of a graph of fake tensors."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        logits = torch.empty(4, V, dtype=BF16, device="cuda")
+    node = graph.placeholder("logits")
+    node.meta["example_value"] = logits
+    site = Site("linear", node, (node,), {}, {})
+    return head_loss._Head(site, (), (node,))
+
+
+def test_a_kernel_that_does_not_compile_costs_the_head_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(head_loss, "_IS_OFFERED_ON_GPUS", True)
+    monkeypatch.setattr(load, "available", lambda _: None)
+    monkeypatch.setattr(load, "prepare", fails)
+    warns = pytest.warns(UserWarning, match="leaves a loss as it is written: no compiler")
+    with warns, pytest.raises(head_loss._Stays, match="no compiler"):
+        head_loss._check_kernel(head_on_a_gpu(), Options())
+    with pytest.raises(BuildError):
+        head_loss._check_kernel(head_on_a_gpu(), Options(strict=True))
+
+
+def test_where_no_kernel_runs_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(head_loss._Stays, match="has not run on a GPU yet"):
+        head_loss._check_kernel(head_on_a_gpu(), Options(strict=True))
+    monkeypatch.setattr(head_loss, "_IS_OFFERED_ON_GPUS", True)
+    monkeypatch.setattr(load, "available", lambda _: "it is too old")
+    with pytest.raises(head_loss._Stays, match="it is too old"):
+        head_loss._check_kernel(head_on_a_gpu(), Options(strict=True))
