@@ -43,21 +43,23 @@ def reference(operands: Operands, causal: bool) -> dict[str, Tensor]:
     }
 
 
-def _replaced(which: int, at: tuple[int, int], value: float) -> Callable[[Operands], None]:
+def _replaced(which: int, at: tuple[int, int], value: float) -> Callable[[Operands], object]:
     def put(operands: Operands) -> None:
         operands[which][0, 0, at[0], at[1]] = value
 
     return put
 
 
-def _times(which: int, factor: float, part: tuple[object, ...] = ()) -> Callable[[Operands], None]:
+def _times(
+    which: int, factor: float, part: tuple[slice | int, ...] = ()
+) -> Callable[[Operands], object]:
     def put(operands: Operands) -> None:
-        operands[which][(0, 0, *part)] *= factor
+        operands[which][0, 0][part] *= factor
 
     return put
 
 
-def _all(*puts: Callable[[Operands], None]) -> Callable[[Operands], None]:
+def _all(*puts: Callable[[Operands], object]) -> Callable[[Operands], object]:
     def put(operands: Operands) -> None:
         for one in puts:
             one(operands)
@@ -68,7 +70,7 @@ def _all(*puts: Callable[[Operands], None]) -> Callable[[Operands], None]:
 EVERY = slice(None)
 _Q, _K, _V, _D = range(4)
 _POSITIONS = {"q": (_Q, (3, 1)), "k": (_K, (5, 2)), "v": (_V, (5, 2)), "dO": (_D, (3, 1))}
-CASES: dict[str, Callable[[Operands], None]] = {
+CASES: dict[str, Callable[[Operands], object]] = {
     **{
         f"{value} in {name}": _replaced(which, at, value)
         for name, (which, at) in _POSITIONS.items()
