@@ -67,9 +67,14 @@ def spec_for(d: int, backward: bool = False) -> KernelSpec | None:
     return next((made(of[most]) for most in sorted(of) if 0 < d <= most and d % 8 == 0), None)
 
 
+def of_inference() -> list[KernelSpec]:
+    """All that `spec_for` gives of the forward."""
+    return [*map(spec_of, _FORWARD_OF.values())]
+
+
 def offered() -> list[KernelSpec]:
     """All that `spec_for` gives."""
-    return [*map(spec_of, _FORWARD_OF.values()), *map(backward_spec_of, _BACKWARD_OF.values())]
+    return [*of_inference(), *map(backward_spec_of, _BACKWARD_OF.values())]
 
 
 def examples(arch: str) -> list[KernelSpec]:
@@ -77,4 +82,5 @@ def examples(arch: str) -> list[KernelSpec]:
     if arch != "sm_90a":
         return []
     forward = [spec_of(shape) for shape in range(len(SHAPES))]
-    return forward + [backward_spec_of(shape) for shape in range(len(BACKWARD_SHAPES))]
+    # NVRTC 13.0 spills 4 bytes in the larger backward, which no pass offers (issue 43).
+    return [*forward, backward_spec_of(0)]
