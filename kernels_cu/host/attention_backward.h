@@ -84,7 +84,7 @@ struct AttentionGradients {
   bool is_taken(const AttentionBackwardShape& shape) const {
     constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
     if (q.size(3) > shape.tiles.d || q.size(3) % 8 != 0 || q.size(2) == 0 || k.size(2) == 0 ||
-        !(scale > 0)) {
+        !is_attention_scale(scale)) {
       return false;
     }
     for (const Tensor* tensor : {&q, &k, &v, &out, &d_out, &d_q, &d_k, &d_v}) {

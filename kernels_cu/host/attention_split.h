@@ -99,6 +99,9 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
       "the queries to a multiple of ", kLseRows);
 }
 
+// Is it one that stays finite as float, times log2(e)?
+bool is_attention_scale(double scale) { return scale > 0 && scale < 0x1p126; }
+
 // Heads whose keys and values the L2 cache holds beside what else passes.
 int64_t near_heads(const Tensor& k, int64_t heads_of_key) {
   constexpr int64_t kNearBytes = 24 << 20;
@@ -116,7 +119,7 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
   const AttentionShape& shape = kernels.shape;
   if (out.numel() == 0) return true;
   const int64_t d = q.size(3);
-  if (d > shape.d || d % 8 != 0 || k.size(2) == 0 || !(scale > 0)) return false;
+  if (d > shape.d || d % 8 != 0 || k.size(2) == 0 || !is_attention_scale(scale)) return false;
   for (const Tensor* tensor : {&q, &k, &v, &out}) {
     if (!has_aligned_heads(*tensor)) return false;
   }

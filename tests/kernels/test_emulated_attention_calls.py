@@ -88,6 +88,17 @@ def test_what_the_kernel_does_not_take_is_torchs(gpu: EmulatedGpu) -> None:
         torch.testing.assert_close(out, (q @ k.mT * 0.125).softmax(-1) @ k)
 
 
+def test_a_scale_that_is_infinite_by_log2_of_e_is_torchs(gpu: EmulatedGpu) -> None:
+    """The kernel's logits would be 0 times infinity."""
+    q, k = torch.zeros(1, 1, 5, 64), heads(1, 5, 64)[:1]
+    spec = attention.spec_for(64)
+    assert spec is not None
+    gpu.handle_of(spec)
+    (out,), launched = called(FORWARD, q, k, k, spec.name, 3e38, False, False)
+    assert launched == 0
+    torch.testing.assert_close(out, k.mean(-2, keepdim=True).expand_as(out))
+
+
 def not_loaded(use: str, monkeypatch: pytest.MonkeyPatch) -> KernelSpec:
     """A kernel of graphs that no other test has loaded: kernels stay for the life of a process."""
     spec = attention.spec_for(64)
