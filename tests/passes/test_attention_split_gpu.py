@@ -43,7 +43,7 @@ def own_caches() -> Iterator[None]:
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours at any size, whatever it takes, in training too."""
+    """The pass takes our kernels at every size, untimed, and in training too."""
     monkeypatch.setattr(attention_split._Site, "is_small", lambda _: False)
     monkeypatch.setattr(attention_split._Site, "is_training", lambda _: False)
     monkeypatch.setattr(attention_split._Site, "gains", lambda _: True)
