@@ -82,5 +82,4 @@ def examples(arch: str) -> list[KernelSpec]:
     if arch != "sm_90a":
         return []
     forward = [spec_of(shape) for shape in range(len(SHAPES))]
-    # NVRTC 13.0 spills 4 bytes in the larger backward, which no pass offers (issue 43).
-    return [*forward, backward_spec_of(0)]
+    return [*forward, *(backward_spec_of(shape) for shape in range(len(BACKWARD_SHAPES)))]

@@ -123,8 +123,6 @@ struct Consumer {
   using State = typename L::PipelineState;
   const AttentionBackwardArgs& args;
   typename L::Shared& shared;
-  int number;  // of the block's
-  Turns<L::kConsumers> turns;
   State pipeline;
   RowHalves<L::kD, true, false> first;              // q or k
   RowHalves<L::kD, L::kKeepsSecond, false> second;  // dO or v
@@ -134,13 +132,18 @@ struct Consumer {
     const int thread = static_cast<int>(ptx::thread_index());
     return Place::of(thread / kWarpgroup, thread % kWarpgroup);
   }
+  // Of the block's, likewise.
+  static __device__ __forceinline__ int number() {
+    return static_cast<int>(ptx::thread_index()) / kWarpgroup;
+  }
+  static __device__ __forceinline__ Turns<L::kConsumers> turns() { return {number()}; }
   __device__ __forceinline__ void wait(const State& at) const {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.slot]), at.phase);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.slot()]), at.phase());
   }
   __device__ __forceinline__ void release(const State& at) const {
     __syncwarp();  // all lanes have read what lies beside the tile: its factor, its queries
     if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot]));
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot()]));
     }
   }
   __device__ __forceinline__ int& unit_of_warp() const {
@@ -160,7 +163,7 @@ struct Consumer {
   }
   // What is known of the tile, and of those before it, for the unit's end: no register holds it.
   __device__ __forceinline__ void keep(bool second, const State& at) const {
-    const uint32_t from = ptx::shared_address(&shared.beside[at.slot].all);
+    const uint32_t from = ptx::shared_address(&shared.beside[at.slot()].all);
     const uint32_t to = ptx::shared_address(&so_far_of_warp(second));
     // All lanes have the same; one alone takes registers at dk's products, and saves some at dq's.
     if (L::kHasColumns || ptx::thread_index() % 32 == 0) {
@@ -168,7 +171,7 @@ struct Consumer {
     }
   }
   __device__ __forceinline__ const void* second_hi() const {
-    if constexpr (!L::kKeepsSecond) return shared.second_hi.of[number];
+    if constexpr (!L::kKeepsSecond) return shared.second_hi.of[number()];
     return nullptr;
   }
 
@@ -186,17 +189,17 @@ struct Consumer {
       const uint32_t hi_at = hi == nullptr ? 0 : ptx::shared_address(hi);
       halves.load(from, args.d, place, hi_at, ptx::shared_address(lo));
     };
-    load_one(first, args.rows[0], nullptr, shared.first_lo.of[number]);
+    load_one(first, args.rows[0], nullptr, shared.first_lo.of[number()]);
     if constexpr (L::kMakesRows) {
-      load_one(second, args.rows[1], second_hi(), shared.second_lo.of[number]);
+      load_one(second, args.rows[1], second_hi(), shared.second_lo.of[number()]);
     }
     // To shared memory, since only each tile needs them, and registers are few.
     if (place.c == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        shared.unscale[number][place.row + 8 * r] =
+        shared.unscale[number()][place.row + 8 * r] =
             make_float2(first.unscale[r], L::kMakesRows ? second.unscale[r] : 0);
-        shared.exponent[number][place.row + 8 * r] = 0;
+        shared.exponent[number()][place.row + 8 * r] = 0;
       }
     }
     if constexpr (!L::kHasColumns) {
@@ -222,16 +225,16 @@ struct Consumer {
       ptx::pin(scores.other);
       second.pin();
     }
-    turns.take();
+    turns().take();
     ptx::wgmma_fence();
-    issue_scores(scores.score, first, nullptr, shared.first_lo.of[number],
-                 shared.tile[of_first.slot]);
+    issue_scores(scores.score, first, nullptr, shared.first_lo.of[number()],
+                 shared.tile[of_first.slot()]);
     if constexpr (L::kMakesRows) {
-      issue_scores(scores.other, second, second_hi(), shared.second_lo.of[number],
-                   shared.tile[of_second.slot]);
+      issue_scores(scores.other, second, second_hi(), shared.second_lo.of[number()],
+                   shared.tile[of_second.slot()]);
     }
     ptx::wgmma_commit();
-    turns.pass();
+    turns().pass();
     ptx::wgmma_wait<0>();
     ptx::pin(scores.score);
     if constexpr (L::kMakesRows) ptx::pin(scores.other);
@@ -239,7 +242,7 @@ struct Consumer {
 
   __device__ __forceinline__ void hide(const Unit& unit, int tile, Scores<L>& scores) const {
     const int first_column = tile * L::kKeys;
-    const int first_row = unit.first_row + number * kAttentionRows;
+    const int first_row = unit.first_row + number() * kAttentionRows;
     const Place place = place_here();
     int edge[2];
     if constexpr (L::kHasColumns) {
@@ -269,7 +272,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t at = unscale_at + 8 * r * sizeof(float2);
-      const float of_tile = shared.beside[of_first.slot].factor * args.scale_of_sums;
+      const float of_tile = shared.beside[of_first.slot()].factor * args.scale_of_sums;
       // Where it is nothing at all, a hidden score must stay an infinity.
       scores.score_unscale[r] = fmaxf(ptx::load_shared_word(at) * of_tile, 0x1p-126f);
       if constexpr (L::kMakesRows) {
@@ -277,7 +280,7 @@ struct Consumer {
       }
     }
     if constexpr (L::kHasColumns) {
-      const uint32_t at = ptx::shared_address(shared.column[of_first.slot]) +
+      const uint32_t at = ptx::shared_address(shared.column[of_first.slot()]) +
                           2 * place.c * uint32_t{sizeof(AttentionOfQuery)};
       scores.make(
           [&](int i) {
@@ -302,16 +305,16 @@ struct Consumer {
                                               bool second, const State& at, float left,
                                               float right) {
     keep(second, at);
-    const float of_tile = shared.beside[at.slot].factor;
+    const float of_tile = shared.beside[at.slot()].factor;
     const float unscale[2] = {left * of_tile, right * of_tile};
     float product[L::kSums];
     ptx::pin(product);
     weights.pin();
-    turns.take();
+    turns().take();
     ptx::wgmma_fence();
-    issue_results<L>(product, weights, shared.tile[at.slot]);
+    issue_results<L>(product, weights, shared.tile[at.slot()]);
     ptx::wgmma_commit();
-    turns.pass();
+    turns().pass();
     ptx::wgmma_wait<0>();
     ptx::pin(product);
     release(at);
@@ -341,7 +344,7 @@ struct Consumer {
       pipeline.advance();
       Scores<L> scores;
       multiply_rows(of_first, of_second, scores);
-      const float second_factor = L::kMakesRows ? shared.beside[of_second.slot].factor : 0;
+      const float second_factor = L::kMakesRows ? shared.beside[of_second.slot()].factor : 0;
       if constexpr (!L::kMakesValues) {
         keep(true, of_second);
         release(of_second);
@@ -457,13 +460,13 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
     feed_tiles<L>(args, shared, static_cast<int>(threadIdx.x) - L::kConsumers * kWarpgroup);
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
-    Consumer<L> consumer{args, shared, warpgroup, {warpgroup}, {}, {}, {}};
-    consumer.turns.begin();
+    Consumer<L> consumer{args, shared, {}, {}, {}};
+    consumer.turns().begin();
     for (int index = static_cast<int>(blockIdx.x); index < args.units;) {
       consumer.run(index);
       index = consumer.unit_of_warp() + static_cast<int>(gridDim.x);
     }
-    consumer.turns.end();
+    consumer.turns().end();
   }
 }
 

@@ -36,13 +36,14 @@ struct Layout : Tiles<Shape<kShape>> {
   struct HiOfSecond {
     typename Base::Rows second_hi;
   };
-  struct LoOfBoth {
+  struct Nothing {};
+  struct LoOfBoth : std::conditional_t<kKeepsSecond, Nothing, HiOfSecond> {
     typename Base::Rows first_lo;
     typename Base::Rows second_lo;
   };
-  // Where rows are queries, theirs lie here: 64 a warpgroup.
-  struct Columns {
-    int first_column[Base::kStaged];  // in of_queries
+  struct Shared : Base::template Pipeline<LoOfBoth> {
+    alignas(16) int first_column[Base::kStaged];  // in of_queries
+    // Where rows are queries, theirs lie here: 64 a warpgroup.
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
     float2 unscale[Base::kConsumers][kAttentionRows];    // of rows: of the first, and of the second
     uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
@@ -50,11 +51,6 @@ struct Layout : Tiles<Shape<kShape>> {
     alignas(8) TilesSoFar so_far_of_warp[4 * Base::kConsumers][2];  // first, second
     int unit_of_warp[4 * Base::kConsumers];
   };
-  struct Nothing {};
-  struct Shared : std::conditional_t<kKeepsSecond, Nothing, HiOfSecond>,
-                  LoOfBoth,
-                  Base::Pipeline,
-                  Columns {};
   static_assert(sizeof(Shared) == Shape<kShape>::kOf.shared_bytes());
 
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {

@@ -263,18 +263,18 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
     if constexpr (L::kHasColumns) {
       if (thread < L::kKeys) column = args.of_queries[shared.first_column[staged] + thread];
     }
-    ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot()]), pipeline.phase() ^ 1);
     OfThreads tile;
     bool is_done = false;
 #pragma unroll 1
     while (!is_done) {
       const float scale = guess.scale;
       const LargestOfColumns mine =
-          make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged], scale, thread);
+          make_halves<L>(shared.tile[pipeline.slot()], shared.staged[staged], scale, thread);
       const bool is_lost = L::has_results(of_values) && mine.is_lost(scale);
       tile = {mine.largest(), is_lost ? infinity() : 0};
       if constexpr (L::kHasColumns) {
-        if (thread < L::kKeys && !of_values) shared.column[pipeline.slot][thread] = column.of;
+        if (thread < L::kKeys && !of_values) shared.column[pipeline.slot()][thread] = column.of;
         if (thread < L::kKeys && of_values) {
           tile.strain = fmaxf(tile.strain, strain_of(column, scale));
         }
@@ -284,8 +284,8 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       is_done = guess.confirm(tile.largest, L::kKeepsScale && of_values && !is_first);
     }
     if (thread == 0) {
-      tell<L>(shared, pipeline.slot, tile, guess.scale, of_values, is_first);
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot]));
+      tell<L>(shared, pipeline.slot(), tile, guess.scale, of_values, is_first);
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot()]));
     }
     bring_next(staged);
     const GuessedScale used = guess;

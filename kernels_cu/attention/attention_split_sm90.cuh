@@ -43,12 +43,12 @@ struct Consumer {
   typename L::PipelineState pipeline;
 
   __device__ __forceinline__ void wait() const {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot]), pipeline.phase);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot()]), pipeline.phase());
   }
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have read what lies beside the tile
     if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[pipeline.slot]));
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[pipeline.slot()]));
     }
     pipeline.advance();
   }
@@ -84,14 +84,14 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // Where it is nothing at all, a hidden score must stay an infinity.
-        unscale[r] = fmaxf(query.unscale[r] * shared.beside[pipeline.slot].factor, 0x1p-126f);
+        unscale[r] = fmaxf(query.unscale[r] * shared.beside[pipeline.slot()].factor, 0x1p-126f);
       }
       // Pinned, else ptxas moves what made them between the products, and serialises those.
       ptx::pin(score);
       query.pin();
       turns.take();
       ptx::wgmma_fence();
-      issue_scores(score, query, nullptr, query_lo, shared.tile[pipeline.slot]);
+      issue_scores(score, query, nullptr, query_lo, shared.tile[pipeline.slot()]);
       ptx::wgmma_commit();
       turns.pass();
       ptx::wgmma_wait<0>();
@@ -113,7 +113,7 @@ struct Consumer {
       state.template take<L>(score, unscale, weights);
 
       wait();
-      const float scale = shared.beside[pipeline.slot].factor;
+      const float scale = shared.beside[pipeline.slot()].factor;
 #pragma unroll
       for (float& one : state.rescale) one *= scale * Scale::unscale_of(value_scale);
       value_scale = scale;
@@ -122,12 +122,12 @@ struct Consumer {
       weights.pin();
       turns.take();
       ptx::wgmma_fence();
-      issue_results<L>(product, weights, shared.tile[pipeline.slot]);
+      issue_results<L>(product, weights, shared.tile[pipeline.slot()]);
       ptx::wgmma_commit();
       turns.pass();
       ptx::wgmma_wait<0>();
       ptx::pin(product);
-      of_values = shared.beside[pipeline.slot];
+      of_values = shared.beside[pipeline.slot()];
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }

@@ -76,7 +76,10 @@ struct Tiles {
   struct Rows {
     __half of[kConsumers][kSpans][kAttentionRows][kHalves];
   };
-  struct Pipeline {
+  // Ahead: what lies ahead of it in shared memory. One base, at offset 0: to reach a second one,
+  // NVRTC 13.0 keeps a 64-bit pointer and tests it for null each time, in registers that we lack.
+  template <class Ahead>
+  struct Pipeline : Ahead {
     Tile tile[kSlots];
     StagedTile staged[kStaged];
     // Read by whole vectors, so that they share none with what others write.
@@ -91,15 +94,15 @@ struct Tiles {
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
   static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Rows) % 1024 == 0);
 
+  // In one register: a slot, and whose turn it is there.
   struct PipelineState {
-    int slot = 0;
-    uint32_t phase = 0;
+    uint32_t bits = 0;
 
+    __device__ __forceinline__ int slot() const { return static_cast<int>(bits / 2); }
+    __device__ __forceinline__ uint32_t phase() const { return bits % 2; }
     __device__ __forceinline__ void advance() {
-      if (++slot == kSlots) {
-        slot = 0;
-        phase ^= 1;
-      }
+      bits += 2;
+      if (bits >= 2 * kSlots) bits ^= 2 * kSlots ^ 1;
     }
   };
 
@@ -157,7 +160,8 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     typename Base::Rows query_lo;
   };
   struct Nothing {};
-  struct Shared : std::conditional_t<kKeepsLo, Nothing, LoOfQueries>, Base::Pipeline {};
+  using Shared =
+      typename Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>>;
   static_assert(sizeof(Shared) == Base::kIs.shared_bytes());
 
   // The longest units come first.
