@@ -45,7 +45,9 @@ struct AttentionDeltaArgs {
   int32_t padded;
   int32_t heads;
   int32_t d;
-  float truncated;  // as truncated_by says
+  int32_t keys;
+  int32_t is_causal;
+  float truncated;  // truncated_by(1)
 };
 
 struct AttentionBackwardArgs {

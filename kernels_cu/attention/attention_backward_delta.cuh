@@ -38,8 +38,12 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   constexpr float kLog2OfE = 1.44269504088896341f;
   const float lse =
       is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
-  // As much too small as dO vᵀ, from which it is subtracted.
-  args.of_queries[index] = {{lse, sum * (1 - args.truncated)}, terms, largest};
+  // What truncation took of out is given back, and as much taken as of dO vᵀ, from which delta is
+  // subtracted: where values have a mean, nearly all of both cancels.
+  const int seen = min(args.is_causal ? min(args.keys, query + 1) : args.keys, kAttentionPromoted);
+  const float change = static_cast<float>(seen - args.d) * args.truncated;
+  const float delta = fabsf(sum) < infinity() ? fmaf(sum, change, sum) : sum;
+  args.of_queries[index] = {{lse, delta}, terms, largest};
 }
 
 }  // namespace fx_fuser::attention_backward

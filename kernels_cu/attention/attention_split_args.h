@@ -11,6 +11,8 @@ namespace fx_fuser {
 constexpr int kAttentionRows = 64;        // queries of a consumer warpgroup
 constexpr int kAttentionSpanBytes = 128;  // a line of shared memory, one swizzle span
 constexpr int kAttentionWarpgroup = 128;
+constexpr int kAttentionPromoted =
+    64;  // keys whose p v the tensor core adds up, ahead of fp32 sums
 
 // A block has `consumers` warpgroups that multiply, and `producers` that make halves of keys and
 // values.
@@ -70,7 +72,7 @@ constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
 // The tensor core truncates as it adds up. Measured on an H200 (2026-11-28, NOTES.md): a sum of
 // three products of halves over D elements is too small by 1.4e-9 D to 3.4e-9 D of itself, of
 // random and of positive values.
-inline double truncated_by(int64_t d) { return 2.4e-9 * static_cast<double>(d); }
+inline double truncated_by(int64_t terms) { return 2.4e-9 * static_cast<double>(terms); }
 
 struct AttentionSplitArgs {
   // Of k and v as [2 * elements of 16 bits, keys, heads, batches]: TMA copies bits.

@@ -26,11 +26,14 @@ namespace fx_fuser::attention_split {
 // ---- consumers ----------------------------------------------------------------------------------
 
 template <class L>
-__device__ __forceinline__ void add_up(float (&result)[L::kSums], const float (&product)[L::kSums],
+__device__ __forceinline__ void add_up(float (&result)[L::kSums],
+                                       const float (&product)[L::kParts][L::kSums],
                                        const float (&rescale)[2]) {
 #pragma unroll
   for (int i = 0; i < L::kSums; ++i) {
-    result[i] = fmaf(result[i], rescale[i / 2 % 2], product[i]);
+    float of_tile = product[0][i];
+    if constexpr (L::kParts == 2) of_tile += product[1][i];
+    result[i] = fmaf(result[i], rescale[i / 2 % 2], of_tile);
   }
 }
 
@@ -38,9 +41,17 @@ template <class L>
 struct Consumer {
   const AttentionSplitArgs& args;
   typename L::Shared& shared;
-  Place place;
-  Turns<L::kConsumers> turns;
   typename L::PipelineState pipeline;
+
+  // Found anew each time, so that no register holds it meanwhile.
+  static __device__ __forceinline__ int number() {
+    return static_cast<int>(ptx::thread_index()) / kWarpgroup;
+  }
+  static __device__ __forceinline__ Place place_here() {
+    const int thread = static_cast<int>(ptx::thread_index());
+    return Place::of(thread / kWarpgroup, thread % kWarpgroup);
+  }
+  static __device__ __forceinline__ Turns<L::kConsumers> turns() { return {number()}; }
 
   __device__ __forceinline__ void wait() const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot()]), pipeline.phase());
@@ -57,7 +68,8 @@ struct Consumer {
     const Unit unit = L::unit_at(args, index);
     RowHalves<L::kD, true, L::kKeepsLo> query;
     const void* query_lo = nullptr;
-    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[place.consumer];
+    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[number()];
+    const Place place = place_here();
     const float* from[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -75,7 +87,6 @@ struct Consumer {
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
-    const int first_query = unit.first_row + place.consumer * kAttentionRows;
 #pragma unroll 1
     for (int tile = 0; tile < unit.tiles; ++tile) {
       float score[L::kScores];
@@ -89,25 +100,27 @@ struct Consumer {
       // Pinned, else ptxas moves what made them between the products, and serialises those.
       ptx::pin(score);
       query.pin();
-      turns.take();
+      turns().take();
       ptx::wgmma_fence();
       issue_scores(score, query, nullptr, query_lo, shared.tile[pipeline.slot()]);
       ptx::wgmma_commit();
-      turns.pass();
+      turns().pass();
       ptx::wgmma_wait<0>();
       ptx::pin(score);
       release();
 
       const int first_key = tile * L::kKeys;
+      const int first_query = unit.first_row + number() * kAttentionRows;
       const int seen = args.is_causal ? min(args.keys, first_query + 1) : args.keys;
       if (first_key + L::kKeys > seen) {
         int end[2];
+        const Place here = place_here();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = place.row_of(unit, r);
+          const int row = here.row_of(unit, r);
           end[r] = (args.is_causal ? min(args.keys, row + 1) : args.keys) - first_key;
         }
-        hide_from(place, end, score);
+        hide_from(here, end, score);
       }
       Weights<L> weights;
       state.template take<L>(score, unscale, weights);
@@ -117,23 +130,29 @@ struct Consumer {
 #pragma unroll
       for (float& one : state.rescale) one *= scale * Scale::unscale_of(value_scale);
       value_scale = scale;
-      float product[L::kSums];
-      ptx::pin(product);
+      float product[L::kParts][L::kSums];
+#pragma unroll
+      for (auto& part : product) ptx::pin(part);
       weights.pin();
-      turns.take();
+      turns().take();
       ptx::wgmma_fence();
-      issue_results<L>(product, weights, shared.tile[pipeline.slot()]);
+      issue_results<L>(product[0], weights, shared.tile[pipeline.slot()]);
+      if constexpr (L::kParts == 2) {
+        issue_results<L, 1>(product[1], weights, shared.tile[pipeline.slot()]);
+      }
       ptx::wgmma_commit();
-      turns.pass();
+      turns().pass();
       ptx::wgmma_wait<0>();
-      ptx::pin(product);
+#pragma unroll
+      for (auto& part : product) ptx::pin(part);
       of_values = shared.beside[pipeline.slot()];
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
+    const Place at_end = place_here();
     float squares[2];
     bool sure[2];
-    query.squares(place, 0, squares);
+    query.squares(at_end, 0, squares);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sure[r] = is_product_sure(query.unscale[r], args.scale, squares[r], kLeastOperand,
@@ -141,8 +160,8 @@ struct Consumer {
     }
     // Found anew, so that no register holds it meanwhile.
     const Unit done = L::unit_at(args, ptx::opaque(index));
-    if (!store<L>(args, done, place, state, value_scale, of_values, sure, result)) {
-      repair<L::kD>(args, done, place.row_of(done, 0) - place.g);
+    if (!store<L>(args, done, at_end, state, value_scale, of_values, sure, result)) {
+      repair<L::kD>(args, done, at_end.row_of(done, 0) - at_end.g);
     }
   }
 };
@@ -166,14 +185,13 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
     feed_tiles<L>(args, shared, static_cast<int>(threadIdx.x) - L::kConsumers * kWarpgroup);
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    Consumer<L> consumer{args, shared, Place::of(warpgroup, thread), {warpgroup}, {}};
-    consumer.turns.begin();
+    Consumer<L> consumer{args, shared, {}};
+    consumer.turns().begin();
     for (int index = static_cast<int>(blockIdx.x); index < args.units;
          index += static_cast<int>(gridDim.x)) {
       consumer.run(index);
     }
-    consumer.turns.end();
+    consumer.turns().end();
   }
 }
 

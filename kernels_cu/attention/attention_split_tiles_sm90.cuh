@@ -153,6 +153,8 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   using Base = Tiles<ForwardShape<kShape>>;
   using Args = AttentionSplitArgs;
   static constexpr bool kKeepsLo = Base::kIs.keeps_lo();
+  static constexpr int kParts = Base::kKeys / kAttentionPromoted;  // of a tile's p v
+  static_assert(kParts == 1 || kParts == 2);
   static constexpr bool kHasColumns = false;
   static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
 

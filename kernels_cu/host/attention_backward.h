@@ -111,7 +111,9 @@ struct AttentionGradients {
     args.padded = static_cast<int32_t>(padded());
     args.heads = static_cast<int32_t>(q.size(1));
     args.d = static_cast<int32_t>(q.size(3));
-    args.truncated = static_cast<float>(truncated_by(q.size(3)));
+    args.keys = static_cast<int32_t>(k.size(2));
+    args.is_causal = is_causal ? 1 : 0;
+    args.truncated = static_cast<float>(truncated_by(1));
     return args;
   }
 

@@ -126,15 +126,23 @@ def cases(d: int, device: torch.device) -> Iterator[tuple[str, Operands]]:
 
 
 def _bounds(operands: Operands, causal: bool) -> dict[str, Tensor]:
-    """Of errors; none where operands are not finite."""
-    q, k, v, d_out = operands
+    """Of errors; none of rows that see an operand that is not finite."""
+    finite = [t.isfinite().all(-1) for t in operands]
+    seen = visible(QUERIES, KEYS, causal, operands[0].device)
+    q, k, v, d_out = (t.nan_to_num(0, 0, 0) for t in operands)
     found = [
         attention_bounds.of_result(q, k, v, SCALE, causal),
         *attention_bounds.of_gradients(q, k, v, d_out, SCALE, causal),
     ]
     # A weight below 2^-40 may be nothing: a key that all queries disregard.
     found[-1] = found[-1] + 2**-39 * d_out.double().abs().sum(-2, keepdim=True)
-    return {name: t.nan_to_num(0, 0, 0) for name, t in zip(("out", "dq", "dk", "dv"), found)}
+    of_keys = (finite[_K] & finite[_V])[..., None, :]
+    of_queries = finite[_Q] & finite[_D] & (of_keys | ~seen).all(-1)
+    of_rows = (of_queries[..., None] | ~seen).all(-2) & of_keys[..., 0, :]
+    sees_none = (of_queries, of_queries, of_rows, of_rows)
+    names = ("out", "dq", "dk", "dv")
+    bounds = [t.nan_to_num(0, 0, 0) for t in found]  # logits may overflow
+    return {n: torch.where(s[..., None], t, 0) for n, s, t in zip(names, sees_none, bounds)}
 
 
 def compare(failures: list[str], what: str, ours: Tensor, operands: Operands, causal: bool,
