@@ -67,14 +67,9 @@ def spec_for(d: int, backward: bool = False) -> KernelSpec | None:
     return next((made(of[most]) for most in sorted(of) if 0 < d <= most and d % 8 == 0), None)
 
 
-def of_inference() -> list[KernelSpec]:
-    """All that `spec_for` gives of the forward."""
-    return [*map(spec_of, _FORWARD_OF.values())]
-
-
 def offered() -> list[KernelSpec]:
     """All that `spec_for` gives."""
-    return [*of_inference(), *map(backward_spec_of, _BACKWARD_OF.values())]
+    return [*map(spec_of, _FORWARD_OF.values()), *map(backward_spec_of, _BACKWARD_OF.values())]
 
 
 def examples(arch: str) -> list[KernelSpec]:

@@ -93,7 +93,7 @@ def _all(arch: str) -> Iterator[KernelSpec]:
             yield from _convolution("implicit", tail, _BF16, weight)
         for rows, width in ODD:
             yield from _attention_of(rows, width)
-        yield from attention.of_inference()
+        yield from attention.offered()
 
 
 def _linear(product: str, tail: str, dtype: torch.dtype) -> list[KernelSpec]:

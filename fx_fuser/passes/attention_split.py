@@ -86,7 +86,7 @@ class AttentionSplit(GraphPass):
         return ""
 
     def _gains(self, site: _Site) -> bool:
-        if not load.runs_on(site.spec, site.device) or site.is_small() or site.is_training():
+        if not load.runs_on(site.spec, site.device) or site.is_small():
             return False
         return bool(loaded([site.spec], site.device, "attention", self.strict)) and site.gains()
 
@@ -129,12 +129,13 @@ def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
         return
     if _is_small(sizes[0], sizes[1][rows], device):
         return
-    spec = attention.spec_for(d // heads)
-    if spec is not None and not (
-        torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in map(meta_tensor, inputs_of(node)))
-    ):
-        yield spec
+    trains = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in map(meta_tensor, inputs_of(node))
+    )
+    for backward in (False, True) if trains else (False,):
+        spec = attention.spec_for(d // heads, backward)
+        if spec is not None:
+            yield spec
 
 
 def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
@@ -196,11 +197,6 @@ class _Site:
 
     def is_small(self) -> bool:
         return _is_small(self.forms["query"].size, self.forms["key"].size[2], self.device)
-
-    def is_training(self) -> bool:
-        """Is it of a training step?  These stay torch's until the last form of our backward has run
-        on a GPU (issue 43)."""
-        return self.function == BACKWARD or _LSE in self.items
 
     def gains(self) -> bool:
         """Is it faster than torch's, at these sizes and strides?"""

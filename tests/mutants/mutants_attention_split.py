@@ -91,16 +91,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: nothing small",
         PASS,
-        "or site.is_small()",
+        " or site.is_small()",
         "",
         (f"{CHOICE}::test_small_ones_are_not_timed_and_no_kernel_is_built",),
-    ),
-    (
-        "attention by halves: training is torch's",
-        PASS,
-        " or site.is_training():",
-        ":",
-        (f"{CHOICE}::test_a_training_step_is_torchs",),
     ),
     (
         "attention by halves: what gains",

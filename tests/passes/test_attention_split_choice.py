@@ -102,18 +102,19 @@ def test_small_ones_are_not_timed_and_no_kernel_is_built(
     assert not clock.keys and not built and ATTENTION in targets(gm)
 
 
-def test_a_training_step_is_torchs(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(1.0, 0.5)
-    monkeypatch.setattr(contest, "times", clock)
-    gm = large(trains=True)
-    AttentionSplit(strict=True)(gm.graph)
+@pytest.mark.parametrize("ours", [0.5, 1.0])
+def test_a_training_steps_backward_is_timed_too(
+    ours: float, built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "times", Clock(1.0, ours))
     q = torch.empty(8, 4, 1024, 64, device="meta")
     lse = torch.empty(8, 4, 1024, device="meta")
     names = ("d_out", "q", "k", "v", "out", "lse")
     back = backward_graph(dict(zip(names, (q, q, q, q, q, lse))), device="cuda")
-    AttentionSplit(strict=True)(back.graph)
-    assert not clock.keys and not built and ATTENTION in targets(gm)
-    assert ATTENTION_BACKWARD in targets(back)
+    for graph, target in ((large(trains=True), ATTENTION), (back, ATTENTION_BACKWARD)):
+        AttentionSplit(strict=True)(graph.graph)
+        assert (target in targets(graph)) == (ours == 1.0)
+    assert len(built) == 2
 
 
 def test_a_gpu_without_the_kernel(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +225,7 @@ def row(*size: int, dtype: torch.dtype = torch.float32, trains: bool = False) ->
 LONG = (8, 4, 1024, 64)
 FORESEEN: dict[str, tuple[Any, list[Tensor], list[int]]] = {
     "inference": (sdpa, [row(*LONG)] * 2, [64]),
-    "training": (sdpa, [row(*LONG, trains=True)] * 2, []),
+    "training": (sdpa, [row(*LONG, trains=True)] * 2, [64]),
     "d of 128": (sdpa, [row(*LONG[:3], 120)] * 2, [128]),
     "multi-head": (multi_head, [row(2048, 8, 160)], [128]),
     "16 bits": (sdpa, [row(*LONG, dtype=torch.bfloat16)] * 2, []),
@@ -248,7 +249,11 @@ def test_kernels_that_are_compiled_beside_others(name: str, built: list[str]) ->
     torch._dynamo.reset()
     torch.compile(call, backend=look)(*inputs)
     cpu = torch.device("cpu")
-    expected = [attention.spec_for(d) for d in wanted]
+    expected = [
+        attention.spec_for(d, backward)
+        for d in wanted
+        for backward in ((False, True) if name == "training" else (False,))
+    ]
     assert attention_split.foreseen(seen[0], cpu) == expected
     with torch.autocast("cpu"):
         assert attention_split.foreseen(seen[0], cpu) == []
