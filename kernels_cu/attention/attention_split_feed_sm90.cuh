@@ -18,8 +18,13 @@ struct Feed {
   int tiles = 0;
   int head = 0;
   int batch = 0;
+  int few_tile;  // the one that has few lines
 
   __device__ __forceinline__ explicit Feed(const typename L::Args& given) : args(given) {
+    // Fewer than 16 lines are one for some threads, whose columns are then single elements.
+    constexpr int kFewLines = 16;
+    const int lines = L::lines_of(args);
+    few_tile = 0 < lines % L::kKeys && lines % L::kKeys < kFewLines ? lines / L::kKeys : -1;
     find_unit();
   }
   __device__ __forceinline__ bool has_tile() const { return index < args.units; }
@@ -36,6 +41,7 @@ struct Feed {
     }
   }
   __device__ __forceinline__ bool is_first() const { return tile == first_tile; }
+  __device__ __forceinline__ bool has_few() const { return tile == few_tile && !is_first(); }
   __device__ __forceinline__ void next() {
     of_values = !of_values;
     if (of_values || ++tile < tiles) return;
@@ -112,6 +118,13 @@ struct LargestOfColumns {
 #pragma unroll
     for (const float one : of) any = any || loses(one, scale);
     return any;
+  }
+  // Has each something beside which a lost one is little?
+  __device__ __forceinline__ bool holds_all(float scale) const {
+    bool all = true;
+#pragma unroll
+    for (const float one : of) all = all && one > 0 && !loses(one, scale);
+    return all;
   }
 };
 
@@ -231,7 +244,9 @@ template <class L>
 __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typename L::Shared& shared,
                                            int thread) {
   Feed<L> feed(args);
-  uint32_t firsts = 0;  // of the tiles that are staged, a bit each: is it the first of a unit?
+  // Of the tiles that are staged two bits each: is it the first of a unit, has it few lines beside
+  // those of tiles ahead?
+  uint32_t kinds = 0;
   int count = 0;
   const auto bring_next = [&](int slot) {
     if (!feed.has_tile()) return;
@@ -239,7 +254,7 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       if constexpr (L::kHasColumns) shared.first_column[slot] = L::column_of(args, feed);
       feed.bring(shared.staged[slot], ptx::shared_address(&shared.arrived[slot]));
     }
-    firsts |= (feed.is_first() ? 1u : 0u) << count++;
+    kinds |= ((feed.is_first() ? 1u : 0u) | (feed.has_few() ? 2u : 0u)) << 2 * count++;
     feed.next();
   };
 #pragma unroll 1
@@ -250,13 +265,17 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
   uint32_t parity = 0;
   GuessedScale guess;  // of keys and of values in turn
   GuessedScale other;
+  // Of this thread's columns of the tile ahead, of keys and of values: holds_all.
+  bool keys_held = false;
+  bool values_held = false;
   bool of_values = false;
 #pragma unroll 1
   while (count > 0) {
     // What came before in this block changes no bit of a unit's result.
-    const bool is_first = (firsts & 1) != 0;
+    const bool is_first = (kinds & 1) != 0;
+    const bool has_few = (kinds & 2) != 0;
     if (is_first) guess = GuessedScale{};
-    firsts >>= 1;
+    kinds >>= 2;
     --count;
     ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
     AttentionQuery column{};  // on its way while halves are made
@@ -265,13 +284,17 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
     }
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
     OfThreads tile;
+    // Few lines are taken for the last ones of the tile ahead.
+    bool asks = L::has_results(of_values) && !(has_few && (of_values ? values_held : keys_held));
+    bool holds = false;
     bool is_done = false;
 #pragma unroll 1
     while (!is_done) {
       const float scale = guess.scale;
       const LargestOfColumns mine =
           make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged], scale, thread);
-      const bool is_lost = L::has_results(of_values) && mine.is_lost(scale);
+      const bool is_lost = asks && mine.is_lost(scale);
+      holds = mine.holds_all(scale);
       tile = {mine.largest(), is_lost ? infinity() : 0};
       if constexpr (L::kHasColumns) {
         if (thread < L::kKeys && !of_values) shared.column[pipeline.slot][thread] = column.of;
@@ -282,6 +305,12 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       tile.template meet<L>(shared, parity, thread);
       parity ^= 1;
       is_done = guess.confirm(tile.largest, L::kKeepsScale && of_values && !is_first);
+      asks = L::has_results(of_values);  // with a scale that is not that of the tile ahead
+    }
+    if (of_values) {
+      values_held = holds;
+    } else {
+      keys_held = holds;
     }
     if (thread == 0) {
       tell<L>(shared, pipeline.slot, tile, guess.scale, of_values, is_first);

@@ -170,6 +170,7 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     unit.tiles = (seen + Base::kKeys - 1) / Base::kKeys;
     return unit;
   }
+  static __device__ __forceinline__ int lines_of(const Args& args) { return args.keys; }
   // Of which tiles are columns to keep a precision of their own?
   static __device__ __forceinline__ bool has_results(bool of_values) { return of_values; }
   static __device__ __forceinline__ float least_of(bool /*of_values*/) { return kLeastOperand; }
