@@ -53,8 +53,24 @@ struct Consumer {
     pipeline.advance();
   }
 
+  // No register holds it across the unit's tiles.
+  __device__ __forceinline__ void keep(const Unit& unit) const {
+    __syncwarp();  // all lanes have read what is written over
+    if (threadIdx.x % 32 == 0) {
+      shared.unit_of_warp[threadIdx.x / 32] = {unit.batch, unit.head, unit.first_row, unit.tiles};
+    }
+  }
+  // Without its tiles' head.
+  __device__ __forceinline__ Unit unit_of_warp() const {
+    const float4 kept =
+        ptx::load_shared(ptx::shared_address(&shared.unit_of_warp[threadIdx.x / 32]));
+    return {__float_as_int(kept.x), __float_as_int(kept.y), 0, __float_as_int(kept.z), 0, 0,
+            __float_as_int(kept.w)};
+  }
+
   __device__ __forceinline__ void run(int index) {
     const Unit unit = L::unit_at(args, index);
+    keep(unit);
     RowHalves<L::kD, true, L::kKeepsLo> query;
     const void* query_lo = nullptr;
     if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[place.consumer];
@@ -71,7 +87,7 @@ struct Consumer {
     RowState state;
     state.clear();
     float value_scale = 1;
-    BesideTile of_values{};
+    float loss = 0;  // of the unit's tiles
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
@@ -127,22 +143,19 @@ struct Consumer {
       turns.pass();
       ptx::wgmma_wait<0>();
       ptx::pin(product);
-      of_values = shared.beside[pipeline.slot];
+      loss = shared.beside[pipeline.slot].all.loss;
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
+    const Unit done = unit_of_warp();
+    const float sum[2] = {sum_of_row(state.sum[0]), sum_of_row(state.sum[1])};
+    store<L>(args, done, place, state, sum, value_scale, result);
+    if (are_clearly_sure<L>(args, done, place, query.unscale, sum, loss, result)) return;
     float squares[2];
-    bool sure[2];
     query.squares(place, 0, squares);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sure[r] = is_product_sure(query.unscale[r], args.scale, squares[r], kLeastOperand,
-                                of_values.all.loss, kBearable);
-    }
-    // Found anew, so that no register holds it meanwhile.
-    const Unit done = L::unit_at(args, ptx::opaque(index));
-    if (!store<L>(args, done, place, state, value_scale, of_values, sure, result)) {
-      repair<L::kD>(args, done, place.row_of(done, 0) - place.g);
+    if (!are_sure<L>(args, done, place, query.unscale, squares, sum, value_scale, loss, result)) {
+      const Unit whole = L::unit_at(args, ptx::opaque(index));
+      repair<L::kD>(args, whole, place.row_of(whole, 0) - place.g);
     }
   }
 };

@@ -95,6 +95,8 @@ CASES: dict[str, Callable[[Operands], object]] = {
         _times(_K, 0, (EVERY, 0)), _replaced(_Q, (3, 0), 1e12)
     ),
     "a small channel of v": _times(_V, 1e-9, (EVERY, 3)),
+    "a small channel of v, to queries of zeros": _all(_times(_V, 1e-9, (EVERY, 3)), _times(_Q, 0)),
+    "no values": _times(_V, 0),
     "no channel of v": _times(_V, 0, (EVERY, 3)),
     "small values ahead": _times(_V, 1e-9, (slice(0, 5),)),
     "large values of small weight": _all(
