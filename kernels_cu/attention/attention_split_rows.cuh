@@ -41,6 +41,25 @@ __device__ __forceinline__ float* row_at(const AttentionRows& rows, int batch, i
   return rows.data + batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride;
 }
 
+// A thread's rows in fp32, on their way from memory.
+template <int kD>
+struct RowValues {
+  float2 of[2][kD / 8];
+
+  // from: null where there is no row.
+  __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < kD / 8; ++i) {
+        const bool reads = from[r] != nullptr && 8 * i < d;
+        of[r][i] = reads ? *reinterpret_cast<const float2*>(from[r] + 2 * place.c + 8 * i)
+                         : make_float2(0, 0);
+      }
+    }
+  }
+};
+
 // Rows as the first operand of products: halves in registers, or in shared memory in lines as tiles
 // have them. A row has a power of two as scale.
 template <int kD, bool kKeepsHi, bool kKeepsLo>
@@ -52,20 +71,16 @@ struct RowHalves {
   uint32_t lo[kKeepsLo ? kSteps : 1][4];
   float unscale[2];
 
-  // from: null where there is no row. hi_at, lo_at: of the warpgroup, for halves that are not kept.
-  __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place,
+  // hi_at, lo_at: of the warpgroup, for halves that are not kept.
+  __device__ __forceinline__ void make(const RowValues<kD>& value, const Place& place,
                                        uint32_t hi_at, uint32_t lo_at) {
-    float2 value[2][kD / 8];
     float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = 0;
 #pragma unroll
-      for (int i = 0; i < kD / 8; ++i) {
-        const bool reads = from[r] != nullptr && 8 * i < d;
-        value[r][i] = reads ? *reinterpret_cast<const float2*>(from[r] + 2 * place.c + 8 * i)
-                            : make_float2(0, 0);
-        largest = fmaxf(largest, fmaxf(fabsf(value[r][i].x), fabsf(value[r][i].y)));
+      for (const float2& both : value.of[r]) {
+        largest = fmaxf(largest, fmaxf(fabsf(both.x), fabsf(both.y)));
       }
       const Scale of_row = Scale::of(largest_of_row(largest));
       scale[r] = of_row.scale;
@@ -75,7 +90,7 @@ struct RowHalves {
     for (int i = 0; i < kD / 8; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const SplitPair both = split(value[r][i].x * scale[r], value[r][i].y * scale[r]);
+        const SplitPair both = split(value.of[r][i].x * scale[r], value.of[r][i].y * scale[r]);
         const uint32_t at = place_of(place, i, r);
         if constexpr (kKeepsHi) {
           hi[i / 2][i % 2 * 2 + r] = both.hi;
@@ -89,6 +104,12 @@ struct RowHalves {
         }
       }
     }
+  }
+  __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place,
+                                       uint32_t hi_at, uint32_t lo_at) {
+    RowValues<kD> value;
+    value.load(from, d, place);
+    make(value, place, hi_at, lo_at);
   }
   // The sum of each row's squares, scaled, from its hi. The same in a row's lanes.
   __device__ __forceinline__ void squares(const Place& place, uint32_t hi_at,

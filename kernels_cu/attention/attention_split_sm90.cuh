@@ -41,6 +41,7 @@ struct Consumer {
   Place place;
   Turns<L::kConsumers> turns;
   typename L::PipelineState pipeline;
+  RowValues<L::kD> values;  // of the next unit's queries
 
   __device__ __forceinline__ void wait() const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot]), pipeline.phase);
@@ -59,6 +60,7 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) {
       shared.unit_of_warp[threadIdx.x / 32] = {unit.batch, unit.head, unit.first_row, unit.tiles};
     }
+    __syncwarp();
   }
   // Without its tiles' head.
   __device__ __forceinline__ Unit unit_of_warp() const {
@@ -67,20 +69,31 @@ struct Consumer {
     return {__float_as_int(kept.x), __float_as_int(kept.y), 0, __float_as_int(kept.z), 0, 0,
             __float_as_int(kept.w)};
   }
-
-  __device__ __forceinline__ void run(int index) {
+  // The unit's queries are on their way.
+  __device__ __forceinline__ void begin(int index) {
     const Unit unit = L::unit_at(args, index);
     keep(unit);
-    RowHalves<L::kD, true, L::kKeepsLo> query;
-    const void* query_lo = nullptr;
-    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[place.consumer];
     const float* from[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = place.row_of(unit, r);
       from[r] = row < args.queries ? row_at(args.q, unit.batch, unit.head, row) : nullptr;
     }
-    query.load(from, args.d, place, 0, L::kKeepsLo ? 0 : ptx::shared_address(query_lo));
+    values.load(from, args.d, place);
+  }
+
+  __device__ __forceinline__ void begin_next(int index) {
+    values = {};  // so that none of the last unit lives on
+    if (index < args.units) begin(index);
+  }
+
+  __device__ __forceinline__ void run(int index) {
+    if constexpr (!L::kBeginsEarly) begin(index);
+    const Unit unit = unit_of_warp();
+    RowHalves<L::kD, true, L::kKeepsLo> query;
+    const void* query_lo = nullptr;
+    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[place.consumer];
+    query.make(values, place, 0, L::kKeepsLo ? 0 : ptx::shared_address(query_lo));
     if constexpr (!L::kKeepsLo) query.publish(place);
 #pragma unroll
     for (float& one : query.unscale) one *= args.scale_of_sums;
@@ -148,14 +161,16 @@ struct Consumer {
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
     const Unit done = unit_of_warp();
+    if constexpr (L::kBeginsEarly) begin_next(index + static_cast<int>(gridDim.x));
     const float sum[2] = {sum_of_row(state.sum[0]), sum_of_row(state.sum[1])};
     store<L>(args, done, place, state, sum, value_scale, result);
-    if (are_clearly_sure<L>(args, done, place, query.unscale, sum, loss, result)) return;
-    float squares[2];
-    query.squares(place, 0, squares);
-    if (!are_sure<L>(args, done, place, query.unscale, squares, sum, value_scale, loss, result)) {
-      const Unit whole = L::unit_at(args, ptx::opaque(index));
-      repair<L::kD>(args, whole, place.row_of(whole, 0) - place.g);
+    if (!are_clearly_sure<L>(args, done, place, query.unscale, sum, loss, result)) {
+      float squares[2];
+      query.squares(place, 0, squares);
+      if (!are_sure<L>(args, done, place, query.unscale, squares, sum, value_scale, loss, result)) {
+        const Unit whole = L::unit_at(args, ptx::opaque(index));
+        repair<L::kD>(args, whole, place.row_of(whole, 0) - place.g);
+      }
     }
   }
 };
@@ -180,12 +195,11 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    Consumer<L> consumer{args, shared, Place::of(warpgroup, thread), {warpgroup}, {}};
+    Consumer<L> consumer{args, shared, Place::of(warpgroup, thread), {warpgroup}, {}, {}};
     consumer.turns.begin();
-    for (int index = static_cast<int>(blockIdx.x); index < args.units;
-         index += static_cast<int>(gridDim.x)) {
-      consumer.run(index);
-    }
+    int index = static_cast<int>(blockIdx.x);  // there are as many units as blocks, or more
+    if constexpr (L::kBeginsEarly) consumer.begin(index);
+    for (; index < args.units; index += static_cast<int>(gridDim.x)) consumer.run(index);
     consumer.turns.end();
   }
 }

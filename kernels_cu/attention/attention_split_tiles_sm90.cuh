@@ -159,6 +159,8 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   using Base = Tiles<ForwardShape<kShape>>;
   using Args = AttentionSplitArgs;
   static constexpr bool kKeepsLo = Base::kIs.keeps_lo();
+  // The next unit's queries are loaded beside the end of one where registers hold both.
+  static constexpr bool kBeginsEarly = kKeepsLo;
   static constexpr bool kHasColumns = false;
   static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
 
