@@ -80,6 +80,7 @@ struct Layout : Tiles<Shape<kShape>> {
   static __device__ __forceinline__ int column_of(const Args& args, const Feed& feed) {
     return (feed.batch * args.heads + feed.head) * args.padded + feed.tile * Base::kKeys;
   }
+  static __device__ __forceinline__ int lines_of(const Args& args) { return args.column_count; }
   static __device__ __forceinline__ bool has_results(bool second) {
     return second ? kMakesValues : kMakesRows;
   }

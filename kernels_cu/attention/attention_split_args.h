@@ -33,11 +33,12 @@ struct AttentionShape {
   constexpr int queries_bytes() const { return keeps_lo() ? 0 : rows() * d * 2; }
   // Bytes of barriers, and of what is known of tiles.
   constexpr int words() const {
-    return slots * (2 * 8 /*barriers*/ + 16 /*beside*/) + 2 * 16 /*so far*/ + staged * 8 +
+    return slots * (2 * 8 /*barriers*/ + 16 /*beside*/) + 2 * 8 /*so far*/ + staged * 8 +
            2 * 2 * 4 * 4 * producers /*largest, strain*/;
   }
   constexpr int shared_bytes() const {
-    return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16;
+    return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16 +
+           consumers * 4 * (16 + 4) /*unit of a warp*/;
   }
 };
 

@@ -18,8 +18,13 @@ struct Feed {
   int tiles = 0;
   int head = 0;
   int batch = 0;
+  int few_tile;  // the one that has few lines
 
   __device__ __forceinline__ explicit Feed(const typename L::Args& given) : args(given) {
+    // Fewer than 16 lines are one for some threads, whose columns are then single elements.
+    constexpr int kFewLines = 16;
+    const int lines = L::lines_of(args);
+    few_tile = 0 < lines % L::kKeys && lines % L::kKeys < kFewLines ? lines / L::kKeys : -1;
     find_unit();
   }
   __device__ __forceinline__ bool has_tile() const { return index < args.units; }
@@ -36,6 +41,7 @@ struct Feed {
     }
   }
   __device__ __forceinline__ bool is_first() const { return tile == first_tile; }
+  __device__ __forceinline__ bool has_few() const { return tile == few_tile && !is_first(); }
   __device__ __forceinline__ void next() {
     of_values = !of_values;
     if (of_values || ++tile < tiles) return;
@@ -93,18 +99,134 @@ struct Part {
   }
 };
 
-// This thread's part of the tile, with this scale: keys of four columns. NaN are left out.
+// What a thread of a producer has of a tile: lines of four columns, in shared memory.
+template <class L>
+struct PartsOfThread {
+  static constexpr int kBoxes = L::kD / kFloats;
+  static constexpr int kWarps = L::kProducerThreads / 32;
+  static constexpr int kStep = kWarps / kBoxes * 8 * kSpan;  // to a warp's next eight keys
+  static constexpr int kCount = L::kKeys / 8 * kBoxes / kWarps;
+  static_assert(kWarps % kBoxes == 0 && kCount % 2 == 0);
+  int lane;
+  int box;
+  uint32_t first;
+
+  static __device__ __forceinline__ PartsOfThread of(int thread) {
+    const int warp = thread / 32;
+    return {thread % 32, warp % kBoxes, warp / kBoxes * 8u * kSpan};
+  }
+  __device__ __forceinline__ uint32_t from(const typename L::StagedTile& staged, int i) const {
+    return ptx::shared_address(staged.box[box]) + first + Part::from_of(lane, i);
+  }
+  // Of the four; beyond the last element TMA brings zeros.
+  __device__ __forceinline__ int first_column() const { return box * kFloats + lane % 8 * 4; }
+  // The second box of a span has its upper chunks.
+  __device__ __forceinline__ uint32_t to(const typename L::Tile& tile, int i) const {
+    return ptx::shared_address(tile.part[0][box / 2]) + first +
+           (Part::to_of(lane, i) ^ static_cast<uint32_t>(box % 2 * 64));
+  }
+};
+
+// Of a thread's four columns the largest magnitudes, as hi has them: two instructions for four
+// values, where fp32 would take four. Of NaN they are NaN.
+struct LargestHalves {
+  static constexpr uint32_t kHeld = 0x2800;   // kLost / kBearable
+  static constexpr uint32_t kLarge = 0x5000;  // 2^5
+  static constexpr uint32_t kEnd = 0x7800;    // 2^15
+  uint32_t of[2];
+
+  __device__ __forceinline__ void take(uint32_t left, uint32_t right) {
+    of[0] = ptx::larger_halves(of[0], left);
+    of[1] = ptx::larger_halves(of[1], right);
+  }
+  __device__ __forceinline__ uint32_t largest() const {
+    const uint32_t both = ptx::larger_halves(of[0], of[1]);
+    return max(both & 0xFFFF, both >> 16);
+  }
+  // Has each column something beside which a lost one is little?
+  __device__ __forceinline__ bool holds_all() const {
+    const uint32_t both = ptx::smaller_halves(of[0], of[1]);
+    return min(both & 0xFFFF, both >> 16) > kHeld;
+  }
+};
+
+template <class L>
+__device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
+                                                     const typename L::StagedTile& staged,
+                                                     float scale, int thread) {
+  using Parts = PartsOfThread<L>;
+  const Parts parts = Parts::of(thread);
+  // Pointers that move, so that all else of an address is in its instruction.
+  uint32_t from[2];
+  uint32_t to[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    from[i] = parts.from(staged, i);
+    to[i] = parts.to(tile, i);
+  }
+  LargestHalves largest{};
+  const auto load = [&](float4(&value)[2], int steps) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) value[i] = ptx::load_shared(from[i] + steps * Parts::kStep);
+  };
+  const auto halve = [&](const float4(&value)[2], int steps) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const SplitPair left = split(value[i].x * scale, value[i].y * scale);
+      const SplitPair right = split(value[i].z * scale, value[i].w * scale);
+      largest.take(left.hi, right.hi);
+      ptx::store_shared_pair(to[i] + steps * Parts::kStep, make_uint2(left.hi, right.hi));
+      ptx::store_shared_pair(to[i] + steps * Parts::kStep + sizeof(tile.part[0]),
+                             make_uint2(left.lo, right.lo));
+    }
+  };
+  // The next part is on its way while one is made halves: two warps a scheduler hide no latency.
+  float4 even[2], odd[2];
+  load(even, 0);
+#pragma unroll 1
+  for (int part = 0; part < Parts::kCount; part += 2) {
+    load(odd, 1);
+    halve(even, 0);
+    if (part + 2 < Parts::kCount) load(even, 2);
+    halve(odd, 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      from[i] += 2 * Parts::kStep;
+      to[i] += 2 * Parts::kStep;
+    }
+  }
+  return largest;
+}
+
+// The same in fp32, where halves do not say enough: they may be too large, nothing, or rounded.
 struct LargestOfColumns {
   float of[4];
 
+  template <class L>
+  static __device__ __forceinline__ LargestOfColumns find(const typename L::StagedTile& staged,
+                                                          int thread) {
+    using Parts = PartsOfThread<L>;
+    const Parts parts = Parts::of(thread);
+    uint32_t from[2] = {parts.from(staged, 0), parts.from(staged, 1)};
+    LargestOfColumns largest{};
+#pragma unroll 1
+    for (int part = 0; part < Parts::kCount; ++part) {
+#pragma unroll
+      for (uint32_t& at : from) {
+        largest.take(ptx::load_shared(at));
+        at += Parts::kStep;
+      }
+    }
+    return largest;
+  }
   __device__ __forceinline__ void take(const float4& value) {
-    of[0] = fmaxf(of[0], fabsf(value.x));
-    of[1] = fmaxf(of[1], fabsf(value.y));
-    of[2] = fmaxf(of[2], fabsf(value.z));
-    of[3] = fmaxf(of[3], fabsf(value.w));
+    of[0] = ptx::max_nan(of[0], fabsf(value.x));
+    of[1] = ptx::max_nan(of[1], fabsf(value.y));
+    of[2] = ptx::max_nan(of[2], fabsf(value.z));
+    of[3] = ptx::max_nan(of[3], fabsf(value.w));
   }
   __device__ __forceinline__ float largest() const {
-    return fmaxf(fmaxf(of[0], of[1]), fmaxf(of[2], of[3]));
+    return ptx::max_nan(ptx::max_nan(of[0], of[1]), ptx::max_nan(of[2], of[3]));
   }
   // Do halves keep too little of a column?
   __device__ __forceinline__ bool is_lost(float scale) const {
@@ -115,123 +237,130 @@ struct LargestOfColumns {
   }
 };
 
-template <class L>
-__device__ __forceinline__ LargestOfColumns make_halves(typename L::Tile& tile,
-                                                        const typename L::StagedTile& staged,
-                                                        float scale, int thread) {
-  constexpr int kBoxes = L::kD / kFloats;
-  constexpr int kWarps = L::kProducerThreads / 32;
-  constexpr int kStep = kWarps / kBoxes * 8 * kSpan;  // to a warp's next eight keys
-  constexpr int kParts = L::kKeys / 8 * kBoxes / kWarps;
-  static_assert(kWarps % kBoxes == 0 && kParts % 2 == 0);
-  const int lane = thread % 32;
-  const int warp = thread / 32;
-  const int box = warp % kBoxes;
-  const uint32_t first = warp / kBoxes * 8 * kSpan;
-  // Pointers that move, so that all else of an address is in its instruction.
-  uint32_t from[2];
-  uint32_t to[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    from[i] = ptx::shared_address(staged.box[box]) + first + Part::from_of(lane, i);
-    // The second box of a span has its upper chunks.
-    to[i] = ptx::shared_address(tile.part[0][box / 2]) + first +
-            (Part::to_of(lane, i) ^ static_cast<uint32_t>(box % 2 * 64));
-  }
-  LargestOfColumns largest{};
-  const auto load = [&](float4(&value)[2], int steps) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) value[i] = ptx::load_shared(from[i] + steps * kStep);
-  };
-  const auto halve = [&](const float4(&value)[2], int steps) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      largest.take(value[i]);
-      const SplitPair left = split(value[i].x * scale, value[i].y * scale);
-      const SplitPair right = split(value[i].z * scale, value[i].w * scale);
-      ptx::store_shared_pair(to[i] + steps * kStep, make_uint2(left.hi, right.hi));
-      ptx::store_shared_pair(to[i] + steps * kStep + sizeof(tile.part[0]),
-                             make_uint2(left.lo, right.lo));
-    }
-  };
-  // The next part is on its way while one is made halves: two warps a scheduler hide no latency.
-  float4 even[2], odd[2];
-  load(even, 0);
-#pragma unroll 1
-  for (int part = 0; part < kParts; part += 2) {
-    load(odd, 1);
-    halve(even, 0);
-    if (part + 2 < kParts) load(even, 2);
-    halve(odd, 1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      from[i] += 2 * kStep;
-      to[i] += 2 * kStep;
-    }
-  }
-  return largest;
-}
-
-// What threads know of a tile, and then the largest of all.
-struct OfThreads {
-  float largest;
+// What all threads know of a tile.
+struct OfTile {
+  float scaled;  // the largest magnitude, by the scale
   // Infinite where halves lose too much. Else, of tiles of dO, 1 / the smallest of its queries'
   // sums of |out · dO|: what is lost of a row of dO vᵀ is to be little beside that.
   float strain;
+};
 
-  // Behind it all have read what was staged, and written their halves.
-  template <class L>
-  __device__ __forceinline__ void meet(typename L::Shared& shared, uint32_t parity, int thread) {
-    const uint32_t largest_bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(largest));
-    const uint32_t strain_bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(strain));
+template <class L>
+struct Halver {
+  typename L::Shared& shared;
+  int thread;
+  bool has_columns;  // this thread
+  uint32_t parity = 0;
+  GuessedScale guess{};  // of keys and of values in turn
+  GuessedScale other{};
+  // Of this thread's columns of the tile ahead, of keys and of values: holds_all.
+  bool keys_held = false;
+  bool values_held = false;
+
+  // Each word becomes the largest of all threads'. Behind it all have read what was staged, and
+  // written their halves.
+  template <bool kBoth>
+  __device__ __forceinline__ void meet(uint32_t& word, uint32_t& other_word) {
+    word = __reduce_max_sync(0xFFFFFFFF, word);
+    if (kBoth) other_word = __reduce_max_sync(0xFFFFFFFF, other_word);
     if (thread % 32 == 0) {
-      shared.largest[parity][thread / 32] = largest_bits;
-      shared.strain[parity][thread / 32] = strain_bits;
+      shared.largest[parity][thread / 32] = word;
+      if (kBoth) shared.strain[parity][thread / 32] = other_word;
     }
     ptx::fence_async_proxy();
     ptx::barrier_sync<L::kProducerThreads>(kProducerBarrier);
-    largest = of_warps<L>(shared.largest[parity]);
-    strain = of_warps<L>(shared.strain[parity]);
+    word = of_warps(shared.largest[parity]);
+    if (kBoth) other_word = of_warps(shared.strain[parity]);
+    parity ^= 1;
+  }
+  template <int kWarps>
+  static __device__ __forceinline__ uint32_t of_warps(const uint32_t (&words)[kWarps]) {
+    uint32_t all = words[0];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) all = max(all, words[warp]);
+    return all;
   }
 
- private:
-  template <class L, int kWarps>
-  static __device__ __forceinline__ float of_warps(const uint32_t (&bits)[kWarps]) {
-    uint32_t all = bits[0];
-#pragma unroll
-    for (int warp = 1; warp < kWarps; ++warp) all = max(all, bits[warp]);
-    return __uint_as_float(all);
+  // query: of tiles of queries, this thread's.
+  __device__ __forceinline__ OfTile make(int slot, const typename L::StagedTile& staged,
+                                         bool of_values, bool is_first, bool has_few,
+                                         const AttentionQuery& query) {
+    constexpr uint32_t kAsks = 1u << 16;
+    const bool keeps_small = L::kKeepsScale && of_values && !is_first;
+    // Few lines are taken for the last ones of the tile ahead.
+    const bool may_ask = has_columns && L::has_results(of_values);
+    bool asks = may_ask && !(has_few && (of_values ? values_held : keys_held));
+    bool holds;
+    OfTile found;
+#pragma unroll 1
+    while (true) {
+      const LargestHalves halves = make_halves<L>(shared.tile[slot], staged, guess.scale, thread);
+      holds = halves.holds_all();
+      uint32_t largest = halves.largest() | (asks && !holds ? kAsks : 0);
+      uint32_t strain = 0;
+      if constexpr (L::kHasColumns) {
+        if (thread < L::kKeys && !of_values) shared.column[slot][thread] = query.of;
+        if (thread < L::kKeys && of_values) {
+          strain = __float_as_uint(strain_of(query, guess.scale));
+        }
+      }
+      meet<L::kHasColumns>(largest, strain);
+      if (largest < LargestHalves::kEnd && (keeps_small || largest >= LargestHalves::kLarge)) {
+        const float2 scaled = __half22float2(reinterpret_cast<const __half2&>(largest));
+        found = {scaled.x, __uint_as_float(strain)};
+        break;
+      }
+      if (look_closer(staged, of_values, asks, keeps_small, strain, found)) break;
+      asks = may_ask;  // with a scale that is not that of the tile ahead
+    }
+    if (L::has_results(true) && of_values) values_held = holds;
+    if (L::has_results(false) && !of_values) keys_held = holds;
+    return found;
+  }
+
+  // In fp32: is the scale right? Else it becomes another.
+  __device__ __forceinline__ bool look_closer(const typename L::StagedTile& staged, bool of_values,
+                                              bool asks, bool keeps_small, uint32_t strain,
+                                              OfTile& found) {
+    const float scale = guess.scale;
+    const auto mine = LargestOfColumns::template find<L>(staged, thread);
+    if (asks && mine.is_lost(scale)) strain = __float_as_uint(infinity());
+    uint32_t largest_bits = __float_as_uint(mine.largest());
+    meet<true>(largest_bits, strain);
+    const float largest = __uint_as_float(largest_bits);
+    const bool fits = largest == 0 || (largest >= L::least_of(of_values) && largest < infinity());
+    found = {largest * scale, fits ? __uint_as_float(strain) : infinity()};
+    return guess.confirm(largest, keeps_small);
   }
 };
 
 // By one thread. What consumers are told of a tile, and of the unit's tiles before it.
 template <class L>
-__device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const OfThreads& tile,
-                                     float scale, bool of_values, bool is_first) {
-  BesideTile beside = shared.so_far[of_values];
-  if (is_first) beside = BesideTile{};
-  beside.factor = L::factor_of(of_values, scale);
-  if (tile.largest > 0) {
-    const float unscale = Scale::unscale_of(scale);
-    const bool fits = tile.largest >= L::least_of(of_values) && tile.largest < infinity() &&
-                      tile.strain < infinity();
-    // Beside a row, whose halves' norm is 2^14 at least.
-    float loss = unscale * (1 + L::kRootOfD * 0x1p-14f * tile.largest * scale);
-    if (L::kHasColumns && of_values) loss *= tile.strain;
-    beside.all.loss = fmaxf(beside.all.loss, fits ? loss : infinity());
-    beside.quantum = fmaxf(beside.quantum, fits ? unscale : infinity());
-    beside.all.largest = fmaxf(beside.all.largest, tile.largest);
-  }
-  shared.so_far[of_values] = beside;
-  if (!L::kMultipliesBoth && of_values) beside.all.loss = shared.so_far[0].all.loss;
-  shared.beside[slot] = beside;
+__device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const OfTile& tile,
+                                     float scale, bool of_values, TilesSoFar so_far) {
+  const float unscale = Scale::unscale_of(scale);
+  const bool has_loss = L::kMultipliesBoth || !of_values;
+  float loss = 0;
+  // Beside a row, whose halves' norm is 2^14 at least.
+  if (has_loss && tile.scaled != 0) loss = unscale * (1 + L::kRootOfD * 0x1p-14f * tile.scaled);
+  if (L::kHasColumns && of_values) loss *= tile.strain;
+  if (!(tile.strain < infinity())) loss = infinity();
+  so_far.loss = fmaxf(so_far.loss, loss);
+  if (L::kMultipliesBoth || of_values)
+    so_far.largest = fmaxf(so_far.largest, tile.scaled * unscale);
+  float factor = L::factor_of(of_values, scale);
+  if (!L::kMultipliesBoth && of_values && so_far.largest == 0) factor = kScaleOfZeros;
+  shared.so_far[L::kMultipliesBoth && of_values] = so_far;
+  shared.beside[slot] = {factor, so_far};
 }
 
 template <class L>
 __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typename L::Shared& shared,
                                            int thread) {
   Feed<L> feed(args);
-  uint32_t firsts = 0;  // of the tiles that are staged, a bit each: is it the first of a unit?
+  // Of the tiles that are staged two bits each: is it the first of a unit, has it few lines beside
+  // those of tiles ahead?
+  uint32_t kinds = 0;
   int count = 0;
   const auto bring_next = [&](int slot) {
     if (!feed.has_tile()) return;
@@ -239,7 +368,7 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       if constexpr (L::kHasColumns) shared.first_column[slot] = L::column_of(args, feed);
       feed.bring(shared.staged[slot], ptx::shared_address(&shared.arrived[slot]));
     }
-    firsts |= (feed.is_first() ? 1u : 0u) << count++;
+    kinds |= ((feed.is_first() ? 1u : 0u) | (feed.has_few() ? 2u : 0u)) << 2 * count++;
     feed.next();
   };
 #pragma unroll 1
@@ -248,15 +377,15 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
   int staged = 0;
   uint32_t staged_phase = 0;
   uint32_t parity = 0;
-  GuessedScale guess;  // of keys and of values in turn
-  GuessedScale other;
+  Halver<L> halver{shared, thread, PartsOfThread<L>::of(thread).first_column() < args.d};
   bool of_values = false;
 #pragma unroll 1
   while (count > 0) {
     // What came before in this block changes no bit of a unit's result.
-    const bool is_first = (firsts & 1) != 0;
-    if (is_first) guess = GuessedScale{};
-    firsts >>= 1;
+    const bool is_first = (kinds & 1) != 0;
+    const bool has_few = (kinds & 2) != 0;
+    if (is_first) halver.guess = GuessedScale{};
+    kinds >>= 2;
     --count;
     ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
     AttentionQuery column{};  // on its way while halves are made
@@ -264,33 +393,20 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       if (thread < L::kKeys) column = args.of_queries[shared.first_column[staged] + thread];
     }
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot()]), pipeline.phase() ^ 1);
-    OfThreads tile;
-    bool is_done = false;
-#pragma unroll 1
-    while (!is_done) {
-      const float scale = guess.scale;
-      const LargestOfColumns mine =
-          make_halves<L>(shared.tile[pipeline.slot()], shared.staged[staged], scale, thread);
-      const bool is_lost = L::has_results(of_values) && mine.is_lost(scale);
-      tile = {mine.largest(), is_lost ? infinity() : 0};
-      if constexpr (L::kHasColumns) {
-        if (thread < L::kKeys && !of_values) shared.column[pipeline.slot()][thread] = column.of;
-        if (thread < L::kKeys && of_values) {
-          tile.strain = fmaxf(tile.strain, strain_of(column, scale));
-        }
-      }
-      tile.template meet<L>(shared, parity, thread);
-      parity ^= 1;
-      is_done = guess.confirm(tile.largest, L::kKeepsScale && of_values && !is_first);
+    TilesSoFar so_far{};
+    if (thread == 0 && !(is_first && (L::kMultipliesBoth || !of_values))) {
+      so_far = shared.so_far[L::kMultipliesBoth && of_values];
     }
+    const OfTile tile =
+        halver.make(pipeline.slot(), shared.staged[staged], of_values, is_first, has_few, column);
     if (thread == 0) {
-      tell<L>(shared, pipeline.slot(), tile, guess.scale, of_values, is_first);
+      tell<L>(shared, pipeline.slot(), tile, halver.guess.scale, of_values, so_far);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot()]));
     }
     bring_next(staged);
-    const GuessedScale used = guess;
-    guess = other;
-    other = used;
+    const GuessedScale used = halver.guess;
+    halver.guess = halver.other;
+    halver.other = used;
     of_values = !of_values;
     pipeline.advance();
     if (++staged == L::kStaged) {

@@ -41,6 +41,25 @@ __device__ __forceinline__ float* row_at(const AttentionRows& rows, int batch, i
   return rows.data + batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride;
 }
 
+// A thread's rows in fp32, on their way from memory.
+template <int kD>
+struct RowValues {
+  float2 of[2][kD / 8];
+
+  // from: null where there is no row.
+  __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < kD / 8; ++i) {
+        const bool reads = from[r] != nullptr && 8 * i < d;
+        of[r][i] = reads ? *reinterpret_cast<const float2*>(from[r] + 2 * place.c + 8 * i)
+                         : make_float2(0, 0);
+      }
+    }
+  }
+};
+
 // Rows as the first operand of products: halves in registers, or in shared memory in lines as tiles
 // have them. A row has a power of two as scale.
 template <int kD, bool kKeepsHi, bool kKeepsLo>
@@ -52,20 +71,16 @@ struct RowHalves {
   uint32_t lo[kKeepsLo ? kSteps : 1][4];
   float unscale[2];
 
-  // from: null where there is no row. hi_at, lo_at: of the warpgroup, for halves that are not kept.
-  __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place,
+  // hi_at, lo_at: of the warpgroup, for halves that are not kept.
+  __device__ __forceinline__ void make(const RowValues<kD>& value, const Place& place,
                                        uint32_t hi_at, uint32_t lo_at) {
-    float2 value[2][kD / 8];
     float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = 0;
 #pragma unroll
-      for (int i = 0; i < kD / 8; ++i) {
-        const bool reads = from[r] != nullptr && 8 * i < d;
-        value[r][i] = reads ? *reinterpret_cast<const float2*>(from[r] + 2 * place.c + 8 * i)
-                            : make_float2(0, 0);
-        largest = fmaxf(largest, fmaxf(fabsf(value[r][i].x), fabsf(value[r][i].y)));
+      for (const float2& both : value.of[r]) {
+        largest = fmaxf(largest, fmaxf(fabsf(both.x), fabsf(both.y)));
       }
       const Scale of_row = Scale::of(largest_of_row(largest));
       scale[r] = of_row.scale;
@@ -75,7 +90,7 @@ struct RowHalves {
     for (int i = 0; i < kD / 8; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const SplitPair both = split(value[r][i].x * scale[r], value[r][i].y * scale[r]);
+        const SplitPair both = split(value.of[r][i].x * scale[r], value.of[r][i].y * scale[r]);
         const uint32_t at = place_of(place, i, r);
         if constexpr (kKeepsHi) {
           hi[i / 2][i % 2 * 2 + r] = both.hi;
@@ -89,6 +104,12 @@ struct RowHalves {
         }
       }
     }
+  }
+  __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place,
+                                       uint32_t hi_at, uint32_t lo_at) {
+    RowValues<kD> value;
+    value.load(from, d, place);
+    make(value, place, hi_at, lo_at);
   }
   // The sum of each row's squares, scaled, from its hi. The same in a row's lanes.
   __device__ __forceinline__ void squares(const Place& place, uint32_t hi_at,
@@ -249,40 +270,75 @@ __device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const U
   return args.lse + int64_t{unit.batch * args.heads + unit.head} * args.lse_rows + query;
 }
 
-// value_scale: of the results so far. of_values: of the last tile. sure: are the logits?
-// Are all of the warp's results?
+// value_scale: of the results so far.
 template <class L>
-__device__ __forceinline__ bool store(const AttentionSplitArgs& args, const Unit& unit,
-                                      const Place& place, const RowState& state, float value_scale,
-                                      const BesideTile& of_values, const bool (&sure)[2],
+__device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit& unit,
+                                      const Place& place, const RowState& state,
+                                      const float (&sum)[2], float value_scale,
                                       const float (&result)[L::kSums]) {
-  bool all_sure = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float sum = sum_of_row(state.sum[r]);
-    const float largest = largest_in_row(result, r);
     const int query = place.row_of(unit, r);
     const bool is_there = query < args.queries;
     if (is_there) {
-      const float factor = Scale::unscale_of(value_scale) / sum;
+      const float factor = Scale::unscale_of(value_scale) / sum[r];
       float* to = row_at(args.out, unit.batch, unit.head, query);
       store_row(to, args.d, place, r, result, factor);
-      // Weights add up to 1, and of each the halves lose as of a scaled value.
-      const float of_weights =
-          sqrtf(static_cast<float>(unit.tiles * L::kKeys)) * of_values.all.largest / sum;
-      const float lost = kLost * (of_values.quantum + of_weights);
-      all_sure = all_sure && sure[r] && is_result_sure(largest * factor, lost);
     }
     if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
       // Both numbers small, as the backward takes weights anew from this alone; what the offset of
       // `take` lost is in the sum.
       const float offset = state.largest[r] - Weights<L>::kExponent;
-      const float logarithm = log2f(sum * Weights<L>::kUnscale);
+      const float logarithm = log2f(sum[r] * Weights<L>::kUnscale);
       const float lse = (offset + Weights<L>::kExponent + logarithm) * kLn2;
       *lse_of(args, unit, query) = is_there ? lse : -minus_infinity();
     }
   }
+}
+
+// Are all of the warp's results sure, without a closer look? loss: of the unit's tiles.
+template <class L>
+__device__ __forceinline__ bool are_clearly_sure(const AttentionSplitArgs& args, const Unit& unit,
+                                                 const Place& place, const float (&unscale)[2],
+                                                 const float (&sum)[2], float loss,
+                                                 const float (&result)[L::kSums]) {
+  const auto columns = static_cast<float>(unit.tiles * L::kKeys);
+  bool all_sure = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float some = 0;  // of four of its results
+#pragma unroll
+    for (int i = 2 * r; i < 8; i += i % 2 == 0 ? 1 : 3) some = fmaxf(some, fabsf(result[i]));
+    const bool sure =
+        is_clearly_sure(unscale[r], args.scale, L::kRootOfD, loss, some, sum[r], columns);
+    all_sure &= sure | (place.row_of(unit, r) >= args.queries);
+  }
   return __all_sync(0xFFFFFFFF, all_sure);
+}
+
+// The closer look. squares: of the rows' scaled values, summed up.
+template <class L>
+__device__ __forceinline__ bool are_sure(const AttentionSplitArgs& args, const Unit& unit,
+                                         const Place& place, const float (&unscale)[2],
+                                         const float (&squares)[2], const float (&sum)[2],
+                                         float value_scale, float loss,
+                                         const float (&result)[L::kSums]) {
+  const float quantum = Scale::unscale_of(value_scale);
+  const float root_of_columns = sqrtf(static_cast<float>(unit.tiles * L::kKeys));
+  bool all_sure = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float largest = largest_in_row(result, r) * (quantum / sum[r]);  // by all lanes
+    // Weights add up to 1, and of each the halves lose as of a scaled value. Values are below 2^15,
+    // scaled.
+    const float lost = kLost * quantum * (1 + root_of_columns * 0x1p15f / sum[r]);
+    const bool sure =
+        is_product_sure(unscale[r], args.scale, squares[r], kLeastOperand, loss, kBearable) &&
+        is_result_sure(largest, lost);
+    all_sure = all_sure && (sure || place.row_of(unit, r) >= args.queries);
+  }
+  // Infinite for values too, to which a query of zeros is no excuse.
+  return __all_sync(0xFFFFFFFF, all_sure && loss < infinity());
 }
 
 }  // namespace fx_fuser::attention_split

@@ -42,6 +42,7 @@ struct Consumer {
   const AttentionSplitArgs& args;
   typename L::Shared& shared;
   typename L::PipelineState pipeline;
+  RowValues<L::kD> values;  // of the next unit's queries
 
   // Found anew each time, so that no register holds it meanwhile.
   static __device__ __forceinline__ int number() {
@@ -64,11 +65,34 @@ struct Consumer {
     pipeline.advance();
   }
 
-  __device__ __forceinline__ void run(int index) {
+  // No register holds these across a unit's tiles.
+  __device__ __forceinline__ void keep_index(int index) const {
+    __syncwarp();  // all lanes have read what is written over
+    if (threadIdx.x % 32 == 0) shared.index_of_warp[threadIdx.x / 32] = index;
+    __syncwarp();
+  }
+  __device__ __forceinline__ int index_of_warp() const {
+    return __float_as_int(
+        ptx::load_shared_word(ptx::shared_address(&shared.index_of_warp[threadIdx.x / 32])));
+  }
+  __device__ __forceinline__ void keep(const Unit& unit) const {
+    __syncwarp();  // all lanes have read what is written over
+    if (threadIdx.x % 32 == 0) {
+      shared.unit_of_warp[threadIdx.x / 32] = {unit.batch, unit.head, unit.first_row, unit.tiles};
+    }
+    __syncwarp();
+  }
+  // Without its tiles' head.
+  __device__ __forceinline__ Unit unit_of_warp() const {
+    const float4 kept =
+        ptx::load_shared(ptx::shared_address(&shared.unit_of_warp[threadIdx.x / 32]));
+    return {__float_as_int(kept.x), __float_as_int(kept.y), 0, __float_as_int(kept.z), 0, 0,
+            __float_as_int(kept.w)};
+  }
+  // The unit's queries are on their way.
+  __device__ __forceinline__ void begin(int index) {
     const Unit unit = L::unit_at(args, index);
-    RowHalves<L::kD, true, L::kKeepsLo> query;
-    const void* query_lo = nullptr;
-    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[number()];
+    keep(unit);
     const Place place = place_here();
     const float* from[2];
 #pragma unroll
@@ -76,19 +100,37 @@ struct Consumer {
       const int row = place.row_of(unit, r);
       from[r] = row < args.queries ? row_at(args.q, unit.batch, unit.head, row) : nullptr;
     }
-    query.load(from, args.d, place, 0, L::kKeepsLo ? 0 : ptx::shared_address(query_lo));
+    values.load(from, args.d, place);
+  }
+
+  __device__ __forceinline__ void begin_next(int index) {
+    keep_index(index);
+    if constexpr (L::kBeginsEarly) {
+      values = {};  // so that none of the last unit lives on
+      if (index < args.units) begin(index);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (!L::kBeginsEarly) begin(index_of_warp());
+    const int tiles = unit_of_warp().tiles;
+    RowHalves<L::kD, true, L::kKeepsLo> query;
+    const void* query_lo = nullptr;
+    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[number()];
+    const Place place = place_here();
+    query.make(values, place, 0, L::kKeepsLo ? 0 : ptx::shared_address(query_lo));
     if constexpr (!L::kKeepsLo) query.publish(place);
 #pragma unroll
     for (float& one : query.unscale) one *= args.scale_of_sums;
     RowState state;
     state.clear();
     float value_scale = 1;
-    BesideTile of_values{};
+    float loss = 0;  // of the unit's tiles
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
 #pragma unroll 1
-    for (int tile = 0; tile < unit.tiles; ++tile) {
+    for (int tile = 0; tile < tiles; ++tile) {
       float score[L::kScores];
       wait();
       float unscale[2];
@@ -110,14 +152,16 @@ struct Consumer {
       release();
 
       const int first_key = tile * L::kKeys;
-      const int first_query = unit.first_row + number() * kAttentionRows;
-      const int seen = args.is_causal ? min(args.keys, first_query + 1) : args.keys;
+      int seen = args.keys;
+      if (args.is_causal) {
+        seen = min(seen, unit_of_warp().first_row + number() * kAttentionRows + 1);
+      }
       if (first_key + L::kKeys > seen) {
         int end[2];
         const Place here = place_here();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = here.row_of(unit, r);
+          const int row = here.row_of(unit_of_warp(), r);
           end[r] = (args.is_causal ? min(args.keys, row + 1) : args.keys) - first_key;
         }
         hide_from(here, end, score);
@@ -145,23 +189,23 @@ struct Consumer {
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (auto& part : product) ptx::pin(part);
-      of_values = shared.beside[pipeline.slot()];
+      loss = shared.beside[pipeline.slot()].all.loss;
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
+    const Unit done = unit_of_warp();
+    begin_next(index_of_warp() + static_cast<int>(gridDim.x));
     const Place at_end = place_here();
-    float squares[2];
-    bool sure[2];
-    query.squares(at_end, 0, squares);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sure[r] = is_product_sure(query.unscale[r], args.scale, squares[r], kLeastOperand,
-                                of_values.all.loss, kBearable);
-    }
-    // Found anew, so that no register holds it meanwhile.
-    const Unit done = L::unit_at(args, ptx::opaque(index));
-    if (!store<L>(args, done, at_end, state, value_scale, of_values, sure, result)) {
-      repair<L::kD>(args, done, at_end.row_of(done, 0) - at_end.g);
+    const float sum[2] = {sum_of_row(state.sum[0]), sum_of_row(state.sum[1])};
+    store<L>(args, done, at_end, state, sum, value_scale, result);
+    if (!are_clearly_sure<L>(args, done, at_end, query.unscale, sum, loss, result)) {
+      float squares[2];
+      query.squares(at_end, 0, squares);
+      if (!are_sure<L>(args, done, at_end, query.unscale, squares, sum, value_scale, loss,
+                       result)) {
+        const Unit whole = L::unit_at(args, index_of_warp() - static_cast<int>(gridDim.x));
+        repair<L::kD>(args, whole, at_end.row_of(whole, 0) - at_end.g);
+      }
     }
   }
 };
@@ -185,12 +229,10 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
     feed_tiles<L>(args, shared, static_cast<int>(threadIdx.x) - L::kConsumers * kWarpgroup);
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
-    Consumer<L> consumer{args, shared, {}};
+    Consumer<L> consumer{args, shared, {}, {}};
     consumer.turns().begin();
-    for (int index = static_cast<int>(blockIdx.x); index < args.units;
-         index += static_cast<int>(gridDim.x)) {
-      consumer.run(index);
-    }
+    consumer.begin_next(static_cast<int>(blockIdx.x));
+    while (consumer.index_of_warp() < args.units) consumer.run();
     consumer.turns().end();
   }
 }

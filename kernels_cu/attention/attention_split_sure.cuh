@@ -49,4 +49,16 @@ __device__ __forceinline__ bool is_result_sure(float largest, float lost) {
   return largest * kBearable >= lost && largest < infinity();
 }
 
+// Of a row of the forward, whose scaled values' norm is at most root_of_d 2^15: are both tests
+// below passed in any case? Bounds that cost little say so of nearly all rows. some: of one of its
+// results in magnitude; sum: of its weights, of which the largest is 2^15; columns: how many.
+__device__ __forceinline__ bool is_clearly_sure(float unscale, float factor, float root_of_d,
+                                                float loss, float some, float sum, float columns) {
+  const float root_of_columns = fmaf(columns, 0x1p-6f, 16);  // or more
+  // No branches.
+  return (Scale::largest_of(unscale) >= kLeastOperand * factor) &
+         (unscale * loss <= kBearable / (2 * kLost * 0x1p15f * root_of_d)) &
+         (some * (kBearable / kLost) >= fmaf(root_of_columns, 0x1p15f, sum));
+}
+
 }  // namespace fx_fuser::attention_split

@@ -27,17 +27,18 @@ constexpr int kTurnBarrier = 1;     // and those of the further consumers
 constexpr int kQueriesBarrier = 4;  // likewise
 constexpr int kProducerBarrier = 7;
 
-// What a producer tells of a tile. All but the factor: the largest of the unit's tiles so far, so
-// that the last one's are of all. attention_split_sure.cuh has their use.
+// What a producer tells of a tile. All but the factor: of the unit's tiles so far, so that the last
+// one's are of all. attention_split_sure.cuh has their use.
 struct alignas(8) TilesSoFar {
-  float loss;     // what halves lose of products of rows with them, or with keys ahead of them
+  float loss;     // what halves lose of products of rows with them; infinite where they do not fit
   float largest;  // magnitude
 };
 struct alignas(16) BesideTile {
-  float factor;   // undoes the scale of keys, or is that of values
-  float quantum;  // what undoes its scale; as loss, infinite where halves do not fit
+  float factor;  // undoes the scale of keys, or is that of values
   TilesSoFar all;
 };
+// Of values that are nothing but zeros so far; 0 undoes it.
+constexpr float kScaleOfZeros = 0x1p127f;
 
 // Of, has kIs, an AttentionShape: what forward and backward have alike.
 template <class Of>
@@ -86,7 +87,7 @@ struct Tiles {
     uint32_t largest[2][4 * kProducers];  // of a producer's warp
     uint32_t strain[2][4 * kProducers];   // likewise, as feed_tiles has it
     BesideTile beside[kSlots];
-    BesideTile so_far[2];  // of keys and of values, as the producer has told it
+    TilesSoFar so_far[2];  // as the producer has told it; in the backward of keys and of values
     uint64_t full[kSlots];
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
@@ -131,6 +132,14 @@ struct Unit {
   int tiles;  // the end of them
 };
 
+// What of it a warp stores by.
+struct alignas(16) UnitOfWarp {
+  int batch;
+  int head;
+  int first_row;
+  int tiles;
+};
+
 // The first blocks of a group of heads' come first. What heads of a group read is in the L2 cache
 // while they are under way.
 template <class Args>
@@ -155,6 +164,8 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   static constexpr bool kKeepsLo = Base::kIs.keeps_lo();
   static constexpr int kParts = Base::kKeys / kAttentionPromoted;  // of a tile's p v
   static_assert(kParts == 1 || kParts == 2);
+  // The next unit's queries are loaded beside the end of one where registers hold both.
+  static constexpr bool kBeginsEarly = kKeepsLo;
   static constexpr bool kHasColumns = false;
   static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
 
@@ -162,8 +173,11 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     typename Base::Rows query_lo;
   };
   struct Nothing {};
-  using Shared =
-      typename Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>>;
+  struct Shared : Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>> {
+    // Of a consumer's warp: what no register holds across a unit's tiles.
+    UnitOfWarp unit_of_warp[4 * Base::kConsumers];
+    int index_of_warp[4 * Base::kConsumers];
+  };
   static_assert(sizeof(Shared) == Base::kIs.shared_bytes());
 
   // The longest units come first.
@@ -176,6 +190,7 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     unit.tiles = (seen + Base::kKeys - 1) / Base::kKeys;
     return unit;
   }
+  static __device__ __forceinline__ int lines_of(const Args& args) { return args.keys; }
   // Of which tiles are columns to keep a precision of their own?
   static __device__ __forceinline__ bool has_results(bool of_values) { return of_values; }
   static __device__ __forceinline__ float least_of(bool /*of_values*/) { return kLeastOperand; }

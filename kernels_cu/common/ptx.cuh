@@ -410,6 +410,26 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return result;
 }
 
+// Of each of two fp16 the larger, or the smaller, magnitude; NaN is the larger one. `magnitudes`
+// are not negative.
+__device__ __forceinline__ uint32_t larger_halves(uint32_t magnitudes, uint32_t halves) {
+  uint32_t result;
+  asm("{\n\t.reg .b32 positive;\n\tabs.f16x2 positive, %2;\n\t"
+      "max.NaN.f16x2 %0, %1, positive;\n\t}"
+      : "=r"(result)
+      : "r"(magnitudes), "r"(halves));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t smaller_halves(uint32_t magnitudes, uint32_t halves) {
+  uint32_t result;
+  asm("{\n\t.reg .b32 positive;\n\tabs.f16x2 positive, %2;\n\t"
+      "min.f16x2 %0, %1, positive;\n\t}"
+      : "=r"(result)
+      : "r"(magnitudes), "r"(halves));
+  return result;
+}
+
 // 1 / value to one ulp. Subnormal results are zeros, and of subnormal values infinities.
 __device__ __forceinline__ float reciprocal(float value) {
   float result;

@@ -37,21 +37,12 @@ Tensor new_heads(const Tensor& q, int64_t rows) {
   return new_strided(q, sizes.data(), strides.data(), sizes.size(), q.scalar_type());
 }
 
-// Has the last tile so few keys that a thread of the producer may have one alone? An element of
-// that may by chance be as small as a column that halves lose, and then whole heads are repaired in
-// fp32 (attention/NOTES.md).
-bool has_few_last_keys(const AttentionShape& shape, int64_t keys) {
-  constexpr int64_t kFewKeys = 16;
-  const int64_t last = keys % shape.keys;
-  return keys > shape.keys && last > 0 && last < kFewKeys;
-}
-
 // out and, if it is to be saved, lse. Nothing where the kernel does not take these tensors.
 std::optional<Made> make_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const std::string& kernel, double scale, bool is_causal,
                                    bool save) {
   const auto* kernels = attention_kernels<AttentionSplitKernels>(kernel, q);
-  if (kernels == nullptr || has_few_last_keys(kernels->shape, k.size(2))) return std::nullopt;
+  if (kernels == nullptr) return std::nullopt;
   const Tensor out = new_heads(q, q.size(2));
   std::optional<Tensor> lse;
   if (save) {

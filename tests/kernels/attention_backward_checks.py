@@ -172,6 +172,26 @@ def special_values(failures: list[str], shape: int) -> None:
                 attention_special.compare(failures, told, gradient, operands, causal, name)
 
 
+def few_last_lines(failures: list[str], shape: int) -> None:
+    """A small element in a last tile of few keys, or of few queries, costs no other column of its
+    gradient its halves."""
+    torch.manual_seed(8)
+    lines = attention.BACKWARD_SHAPES[shape][2] + 1
+    small = 3  # the column
+    # Of q, k, v and dO the one that has it, and another that has no such column: no logit changes.
+    for name, of, other in (("dq", 1, 0), ("dk", 0, 1), ("dv", 3, 2)):
+        tensors = one(shape, lines, lines)
+        tensors[other][..., small] = 0
+        found = []
+        for value in (1.0, 1e-6):
+            tensors[of][..., -1, small] = value
+            found.append(made(shape, tensors, False)[NAMES.index(name)])
+        changed = found[0] != found[1]
+        changed[..., small] = False
+        if bool(changed.any()):
+            failures.append(f"{lines} lines, shape {shape}: all rows of {name} repaired")
+
+
 def made(
     shape: int, tensors: list[Tensor], causal: bool, scale: float | None = None
 ) -> list[Tensor]:

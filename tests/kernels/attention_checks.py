@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import attention_bounds
@@ -191,6 +192,43 @@ def special_values(failures: list[str], shape: int) -> None:
             out = made(shape, q, k, v, causal, attention_special.SCALE)
             told = f"{what}, causal {causal}, shape {shape}"
             attention_special.compare(failures, told, out, operands, causal, "out")
+
+
+def few_last_keys(failures: list[str], shape: int) -> None:
+    """A small element in a last tile of few keys costs no other column its halves. Columns that
+    halves lose are made again nevertheless."""
+    torch.manual_seed(8)
+    _, _, tile = attention.SHAPES[shape]
+    small, large = 3, 5  # columns
+
+    def put(ahead: float, last: float, beside: float | None = None) -> Callable[[Tensor], None]:
+        def change(v: Tensor) -> None:
+            v[..., :tile, small] *= ahead
+            v[..., tile:, small] = last
+            if beside is not None:
+                v[..., -1, large] = beside
+
+        return change
+
+    lost = {
+        "a small column": put(1e-9, 1e-9),
+        "a column of nothing but small last values": put(0, 1e-9),
+        "a small value beside a large one": put(1, 1e-3, 1e6),
+    }
+    for more in (1, 2):
+        q, k, v = one(shape, 5, tile + more)
+        before = made(shape, q, k, v, False, attention_special.SCALE)
+        put(1, 1e-6)(v)
+        changed = made(shape, q, k, v, False, attention_special.SCALE) != before
+        changed[..., small] = False
+        if bool(changed.any()):
+            failures.append(f"{more} keys in the last tile, shape {shape}: all rows repaired")
+        for what, change in lost.items():
+            operands = [*one(shape, 5, tile + more), torch.randn_like(q)]
+            change(operands[2])
+            out = made(shape, *operands[:3], False, attention_special.SCALE)
+            told = f"{what}, {more} keys in the last tile, shape {shape}"
+            attention_special.compare(failures, told, out, operands, False, "out")
 
 
 def refusals(failures: list[str]) -> None:

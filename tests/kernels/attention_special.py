@@ -95,6 +95,8 @@ CASES: dict[str, Callable[[Operands], object]] = {
         _times(_K, 0, (EVERY, 0)), _replaced(_Q, (3, 0), 1e12)
     ),
     "a small channel of v": _times(_V, 1e-9, (EVERY, 3)),
+    "a small channel of v, to queries of zeros": _all(_times(_V, 1e-9, (EVERY, 3)), _times(_Q, 0)),
+    "no values": _times(_V, 0),
     "no channel of v": _times(_V, 0, (EVERY, 3)),
     "small values ahead": _times(_V, 1e-9, (slice(0, 5),)),
     "large values of small weight": _all(
@@ -128,7 +130,7 @@ def cases(d: int, device: torch.device) -> Iterator[tuple[str, Operands]]:
 def _bounds(operands: Operands, causal: bool) -> dict[str, Tensor]:
     """Of errors; none of rows that see an operand that is not finite."""
     finite = [t.isfinite().all(-1) for t in operands]
-    seen = visible(QUERIES, KEYS, causal, operands[0].device)
+    seen = visible(operands[_Q].shape[-2], operands[_K].shape[-2], causal, operands[_Q].device)
     q, k, v, d_out = (t.nan_to_num(0, 0, 0) for t in operands)
     found = [
         attention_bounds.of_result(q, k, v, SCALE, causal),

@@ -25,6 +25,7 @@ def test_many_keys(shape: int) -> None:
 @pytest.mark.parametrize(
     "check",
     [
+        attention_checks.few_last_keys,
         attention_checks.hard_values,
         attention_checks.one_key,
         attention_checks.special_values,

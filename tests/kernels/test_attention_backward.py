@@ -19,6 +19,7 @@ def test_random_sizes_and_strides(shape: int) -> None:
 @pytest.mark.parametrize(
     "check",
     [
+        attention_backward_checks.few_last_lines,
         attention_backward_checks.hard_values,
         attention_backward_checks.lengths,
         attention_backward_checks.special_values,

@@ -46,5 +46,11 @@ def test_special_values(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_checks.special_values, shape)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", attention_checks.SHAPES)
+def test_few_last_keys(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_checks.few_last_keys, shape)
+
+
 def test_refusals(gpu: EmulatedGpu) -> None:
     passes(attention_checks.refusals)

@@ -41,6 +41,12 @@ def test_special_values(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_backward_checks.special_values, shape)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", attention_backward_checks.SHAPES)
+def test_few_last_lines(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_backward_checks.few_last_lines, shape)
+
+
 @pytest.mark.parametrize("shape", FEW)
 def test_lengths(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_backward_checks.lengths, shape)

@@ -99,19 +99,6 @@ def test_a_scale_that_is_infinite_by_log2_of_e_is_torchs(gpu: EmulatedGpu) -> No
     torch.testing.assert_close(out, k.mean(-2, keepdim=True).expand_as(out))
 
 
-@pytest.mark.parametrize("d, keys, launches", [(64, 129, 0), (64, 144, 1), (128, 71, 0)])
-def test_few_keys_in_the_last_tile_are_torchs(
-    gpu: EmulatedGpu, d: int, keys: int, launches: int
-) -> None:
-    q, k = heads(1, 3, d), heads(1, keys, d)
-    spec = attention.spec_for(d)
-    assert spec is not None
-    gpu.handle_of(spec)
-    (out,), launched = called(FORWARD, q, k, k, spec.name, 0.125, False, False)
-    assert launched == launches
-    torch.testing.assert_close(out, (q @ k.mT * 0.125).softmax(-1) @ k, rtol=1e-5, atol=1e-5)
-
-
 def not_loaded(use: str, monkeypatch: pytest.MonkeyPatch) -> KernelSpec:
     """A kernel of graphs that no other test has loaded: kernels stay for the life of a process."""
     spec = attention.spec_for(64)

@@ -188,6 +188,18 @@ inline float min_nan(float a, float b) {
 
 inline float max_nan(float a, float b) { return -min_nan(-a, -b); }
 
+// Magnitudes of fp16 are in the order of their bits, NaN the last.
+inline uint32_t larger_halves(uint32_t magnitudes, uint32_t halves) {
+  halves &= 0x7FFF7FFF;
+  return std::max(magnitudes & 0xFFFF0000, halves & 0xFFFF0000) |
+         std::max(magnitudes & 0xFFFF, halves & 0xFFFF);
+}
+inline uint32_t smaller_halves(uint32_t magnitudes, uint32_t halves) {
+  halves &= 0x7FFF7FFF;
+  return std::min(magnitudes & 0xFFFF0000, halves & 0xFFFF0000) |
+         std::min(magnitudes & 0xFFFF, halves & 0xFFFF);
+}
+
 // Nearest, ties away from zero.
 inline uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
