@@ -47,7 +47,8 @@ struct AttentionDeltaArgs {
   int32_t d;
   int32_t keys;
   int32_t is_causal;
-  float truncated;  // truncated_by(1)
+  float truncated_by_key;  // truncated_by(1)
+  float d_weights_truncated;
 };
 
 struct AttentionBackwardArgs {

@@ -41,7 +41,7 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   // What truncation took of out is given back, and as much taken as of dO vᵀ, from which delta is
   // subtracted: where values have a mean, nearly all of both cancels.
   const int seen = min(args.is_causal ? min(args.keys, query + 1) : args.keys, kAttentionPromoted);
-  const float change = static_cast<float>(seen - args.d) * args.truncated;
+  const float change = static_cast<float>(seen) * args.truncated_by_key - args.d_weights_truncated;
   const float delta = fabsf(sum) < infinity() ? fmaf(sum, change, sum) : sum;
   args.of_queries[index] = {{lse, delta}, terms, largest};
 }

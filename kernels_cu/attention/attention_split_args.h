@@ -74,6 +74,8 @@ constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
 // three products of halves over D elements is too small by 1.4e-9 D to 3.4e-9 D of itself, of
 // random and of positive values.
 inline double truncated_by(int64_t terms) { return 2.4e-9 * static_cast<double>(terms); }
+// Likewise of dO vᵀ, from which nearly all is subtracted where its terms are of one sign.
+inline double d_weights_truncated_by(int64_t d) { return 2.9e-9 * static_cast<double>(d); }
 
 struct AttentionSplitArgs {
   // Of k and v as [2 * elements of 16 bits, keys, heads, batches]: TMA copies bits.

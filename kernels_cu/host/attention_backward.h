@@ -113,7 +113,8 @@ struct AttentionGradients {
     args.d = static_cast<int32_t>(q.size(3));
     args.keys = static_cast<int32_t>(k.size(2));
     args.is_causal = is_causal ? 1 : 0;
-    args.truncated = static_cast<float>(truncated_by(1));
+    args.truncated_by_key = static_cast<float>(truncated_by(1));
+    args.d_weights_truncated = static_cast<float>(d_weights_truncated_by(q.size(3)));
     return args;
   }
 
@@ -138,7 +139,7 @@ struct AttentionGradients {
     constexpr double kLog2OfE = 1.4426950408889634;
     args.log_scale = static_cast<float>(scale * kLog2OfE);
     args.scale_of_sums = static_cast<float>(scale * kLog2OfE * (1 + truncated_by(q.size(3))));
-    args.undo_truncation = static_cast<float>(1 / (1 - truncated_by(q.size(3))));
+    args.undo_truncation = static_cast<float>(1 / (1 - d_weights_truncated_by(q.size(3))));
     args.scale = static_cast<float>(scale);
     args.d = static_cast<int32_t>(q.size(3));
     args.row_count = static_cast<int32_t>(first.size(2));
