@@ -41,7 +41,9 @@ struct Consumer {
   Place place;
   Turns<L::kConsumers> turns;
   typename L::PipelineState pipeline;
-  RowValues<L::kD> values;  // of the next unit's queries
+  Unit unit;
+  int number;  // of the block's units
+  RowValues<L::kD> values;
 
   __device__ __forceinline__ void wait() const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot]), pipeline.phase);
@@ -54,25 +56,8 @@ struct Consumer {
     pipeline.advance();
   }
 
-  // No register holds it across the unit's tiles.
-  __device__ __forceinline__ void keep(const Unit& unit) const {
-    __syncwarp();  // all lanes have read what is written over
-    if (threadIdx.x % 32 == 0) {
-      shared.unit_of_warp[threadIdx.x / 32] = {unit.batch, unit.head, unit.first_row, unit.tiles};
-    }
-    __syncwarp();
-  }
-  // Without its tiles' head.
-  __device__ __forceinline__ Unit unit_of_warp() const {
-    const float4 kept =
-        ptx::load_shared(ptx::shared_address(&shared.unit_of_warp[threadIdx.x / 32]));
-    return {__float_as_int(kept.x), __float_as_int(kept.y), 0, __float_as_int(kept.z), 0, 0,
-            __float_as_int(kept.w)};
-  }
-  // The unit's queries are on their way.
-  __device__ __forceinline__ void begin(int index) {
-    const Unit unit = L::unit_at(args, index);
-    keep(unit);
+  // Of the unit: on their way.
+  __device__ __forceinline__ void load_queries() {
     const float* from[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -81,15 +66,22 @@ struct Consumer {
     }
     values.load(from, args.d, place);
   }
-
+  __device__ __forceinline__ void begin(int index) {
+    unit = L::unit_at(args, index);
+    if constexpr (L::kBeginsEarly) load_queries();
+  }
+  // The producer has told of it ahead of the last tile of the unit before.
   __device__ __forceinline__ void begin_next(int index) {
     values = {};  // so that none of the last unit lives on
-    if (index < args.units) begin(index);
+    ++number;
+    if (index >= args.units) return;
+    unit = shared.unit[number % L::kUnits];
+    if constexpr (L::kBeginsEarly) load_queries();
   }
 
+  // A unit that has begun.
   __device__ __forceinline__ void run(int index) {
-    if constexpr (!L::kBeginsEarly) begin(index);
-    const Unit unit = unit_of_warp();
+    if constexpr (!L::kBeginsEarly) load_queries();
     RowHalves<L::kD, true, L::kKeepsLo> query;
     const void* query_lo = nullptr;
     if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[place.consumer];
@@ -100,7 +92,7 @@ struct Consumer {
     RowState state;
     state.clear();
     float value_scale = 1;
-    float loss = 0;  // of the unit's tiles
+    TilesSoFar tiles{};
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
@@ -156,20 +148,20 @@ struct Consumer {
       turns.pass();
       ptx::wgmma_wait<0>();
       ptx::pin(product);
-      loss = shared.beside[pipeline.slot].all.loss;
+      tiles = shared.beside[pipeline.slot].all;
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
-    const Unit done = unit_of_warp();
-    if constexpr (L::kBeginsEarly) begin_next(index + static_cast<int>(gridDim.x));
+    const Unit done = shared.unit[number % L::kUnits];  // no register holds it across the tiles
+    begin_next(index + static_cast<int>(gridDim.x));
     const float sum[2] = {sum_of_row(state.sum[0]), sum_of_row(state.sum[1])};
     store<L>(args, done, place, state, sum, value_scale, result);
-    if (!are_clearly_sure<L>(args, done, place, query.unscale, sum, loss, result)) {
+    const UnitToTest<L> test{args, done, place, sum, value_scale, tiles};
+    if (!test.is_clearly_sure(query.unscale, result)) {
       float squares[2];
       query.squares(place, 0, squares);
-      if (!are_sure<L>(args, done, place, query.unscale, squares, sum, value_scale, loss, result)) {
-        const Unit whole = L::unit_at(args, ptx::opaque(index));
-        repair<L::kD>(args, whole, place.row_of(whole, 0) - place.g);
+      if (!test.is_sure(query.unscale, squares, result)) {
+        repair<L::kD>(args, done, place.row_of(done, 0) - place.g);
       }
     }
   }
@@ -195,10 +187,10 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    Consumer<L> consumer{args, shared, Place::of(warpgroup, thread), {warpgroup}, {}, {}};
+    Consumer<L> consumer{args, shared, Place::of(warpgroup, thread), {warpgroup}, {}, {}, 0, {}};
     consumer.turns.begin();
     int index = static_cast<int>(blockIdx.x);  // there are as many units as blocks, or more
-    if constexpr (L::kBeginsEarly) consumer.begin(index);
+    consumer.begin(index);
     for (; index < args.units; index += static_cast<int>(gridDim.x)) consumer.run(index);
     consumer.turns.end();
   }
