@@ -29,6 +29,7 @@ struct Layout : Tiles<Shape<kShape>> {
   using Args = AttentionBackwardArgs;
   static constexpr bool kHasColumns = kPass != Pass::kQueries;  // tiles are of queries
   static constexpr bool kMultipliesBoth = true;
+  static constexpr bool kTellsUnits = false;
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
   static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second();

@@ -11,8 +11,9 @@ namespace fx_fuser {
 constexpr int kAttentionRows = 64;        // queries of a consumer warpgroup
 constexpr int kAttentionSpanBytes = 128;  // a line of shared memory, one swizzle span
 constexpr int kAttentionWarpgroup = 128;
-constexpr int kAttentionPromoted =
-    64;  // keys whose p v the tensor core adds up, ahead of fp32 sums
+// Keys whose p v the tensor core adds up, ahead of fp32 sums.
+constexpr int kAttentionPromoted = 64;
+constexpr int kAttentionUnits = 8;  // of a block, that consumers are told of
 
 // A block has `consumers` warpgroups that multiply, and `producers` that make halves of keys and
 // values.
@@ -38,7 +39,7 @@ struct AttentionShape {
   }
   constexpr int shared_bytes() const {
     return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16 +
-           consumers * 4 * (16 + 4) /*unit of a warp*/;
+           kAttentionUnits * 7 * 4;
   }
 };
 

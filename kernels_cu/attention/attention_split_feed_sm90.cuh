@@ -10,7 +10,10 @@ namespace fx_fuser::attention_split {
 template <class L>
 struct Feed {
   const typename L::Args& args;
+  typename L::Shared& shared;
+  int thread;
   int index = static_cast<int>(blockIdx.x);
+  int number = 0;  // of the block's units
   int tile = 0;
   bool of_values = false;
   // Of the unit; its divisions would take longer than half of a tile's work.
@@ -20,7 +23,9 @@ struct Feed {
   int batch = 0;
   int few_tile;  // the one that has few lines
 
-  __device__ __forceinline__ explicit Feed(const typename L::Args& given) : args(given) {
+  __device__ __forceinline__ Feed(const typename L::Args& given, typename L::Shared& shared_memory,
+                                  int number_of_thread)
+      : args(given), shared(shared_memory), thread(number_of_thread) {
     // Fewer than 16 lines are one for some threads, whose columns are then single elements.
     constexpr int kFewLines = 16;
     const int lines = L::lines_of(args);
@@ -37,6 +42,9 @@ struct Feed {
       tiles = unit.tiles;
       head = unit.head_of_tiles;
       batch = unit.batch;
+      if constexpr (L::kTellsUnits) {
+        if (thread == 0) shared.unit[number++ % L::kUnits] = unit;
+      }
       if (tile < tiles) break;
     }
   }
@@ -239,7 +247,7 @@ struct LargestOfColumns {
 
 // What all threads know of a tile.
 struct OfTile {
-  float scaled;  // the largest magnitude, by the scale
+  float scaled;  // the largest magnitude, times the scale
   // Infinite where halves lose too much. Else, of tiles of dO, 1 / the smallest of its queries'
   // sums of |out · dO|: what is lost of a row of dO vᵀ is to be little beside that.
   float strain;
@@ -249,7 +257,7 @@ template <class L>
 struct Halver {
   typename L::Shared& shared;
   int thread;
-  bool has_columns;  // this thread
+  bool has_columns;  // are there four of this thread's?
   uint32_t parity = 0;
   GuessedScale guess{};  // of keys and of values in turn
   GuessedScale other{};
@@ -339,15 +347,18 @@ template <class L>
 __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const OfTile& tile,
                                      float scale, bool of_values, TilesSoFar so_far) {
   const float unscale = Scale::unscale_of(scale);
-  const bool has_loss = L::kMultipliesBoth || !of_values;
+  const bool is_multiplied = L::kMultipliesBoth || !of_values;  // by rows
   float loss = 0;
-  // Beside a row, whose halves' norm is 2^14 at least.
-  if (has_loss && tile.scaled != 0) loss = unscale * (1 + L::kRootOfD * 0x1p-14f * tile.scaled);
+  if (is_multiplied && tile.scaled != 0) {
+    // Beside a row, whose halves' norm is 2^14 at least.
+    loss = unscale * (1 + L::kRootOfD * 0x1p-14f * tile.scaled);
+  }
   if (L::kHasColumns && of_values) loss *= tile.strain;
   if (!(tile.strain < infinity())) loss = infinity();
   so_far.loss = fmaxf(so_far.loss, loss);
-  if (L::kMultipliesBoth || of_values)
+  if (L::kMultipliesBoth || of_values) {
     so_far.largest = fmaxf(so_far.largest, tile.scaled * unscale);
+  }
   float factor = L::factor_of(of_values, scale);
   if (!L::kMultipliesBoth && of_values && so_far.largest == 0) factor = kScaleOfZeros;
   shared.so_far[L::kMultipliesBoth && of_values] = so_far;
@@ -357,7 +368,7 @@ __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const
 template <class L>
 __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typename L::Shared& shared,
                                            int thread) {
-  Feed<L> feed(args);
+  Feed<L> feed(args, shared, thread);
   // Of the tiles that are staged two bits each: is it the first of a unit, has it few lines beside
   // those of tiles ahead?
   uint32_t kinds = 0;
@@ -376,7 +387,6 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
   typename L::PipelineState pipeline;
   int staged = 0;
   uint32_t staged_phase = 0;
-  uint32_t parity = 0;
   Halver<L> halver{shared, thread, PartsOfThread<L>::of(thread).first_column() < args.d};
   bool of_values = false;
 #pragma unroll 1

@@ -296,49 +296,55 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
   }
 }
 
-// Are all of the warp's results sure, without a closer look? loss: of the unit's tiles.
+// A warp's results, and what is known of its unit's tiles when it ends.
 template <class L>
-__device__ __forceinline__ bool are_clearly_sure(const AttentionSplitArgs& args, const Unit& unit,
-                                                 const Place& place, const float (&unscale)[2],
-                                                 const float (&sum)[2], float loss,
-                                                 const float (&result)[L::kSums]) {
-  const auto columns = static_cast<float>(unit.tiles * L::kKeys);
-  bool all_sure = true;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float some = 0;  // of four of its results
-#pragma unroll
-    for (int i = 2 * r; i < 8; i += i % 2 == 0 ? 1 : 3) some = fmaxf(some, fabsf(result[i]));
-    const bool sure =
-        is_clearly_sure(unscale[r], args.scale, L::kRootOfD, loss, some, sum[r], columns);
-    all_sure &= sure | (place.row_of(unit, r) >= args.queries);
-  }
-  return __all_sync(0xFFFFFFFF, all_sure);
-}
+struct UnitToTest {
+  const AttentionSplitArgs& args;
+  const Unit& unit;
+  const Place& place;
+  const float (&sum)[2];  // of a row's weights
+  float value_scale;
+  const TilesSoFar& tiles;
 
-// The closer look. squares: of the rows' scaled values, summed up.
-template <class L>
-__device__ __forceinline__ bool are_sure(const AttentionSplitArgs& args, const Unit& unit,
-                                         const Place& place, const float (&unscale)[2],
-                                         const float (&squares)[2], const float (&sum)[2],
-                                         float value_scale, float loss,
-                                         const float (&result)[L::kSums]) {
-  const float quantum = Scale::unscale_of(value_scale);
-  const float root_of_columns = sqrtf(static_cast<float>(unit.tiles * L::kKeys));
-  bool all_sure = true;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float largest = largest_in_row(result, r) * (quantum / sum[r]);  // by all lanes
-    // Weights add up to 1, and of each the halves lose as of a scaled value. Values are below 2^15,
-    // scaled.
-    const float lost = kLost * quantum * (1 + root_of_columns * 0x1p15f / sum[r]);
-    const bool sure =
-        is_product_sure(unscale[r], args.scale, squares[r], kLeastOperand, loss, kBearable) &&
-        is_result_sure(largest, lost);
-    all_sure = all_sure && (sure || place.row_of(unit, r) >= args.queries);
+  __device__ __forceinline__ bool is_there(int r) const {
+    return place.row_of(unit, r) < args.queries;
   }
-  // Infinite for values too, to which a query of zeros is no excuse.
-  return __all_sync(0xFFFFFFFF, all_sure && loss < infinity());
-}
+  __device__ __forceinline__ float columns() const {
+    return static_cast<float>(unit.tiles * L::kKeys);
+  }
+  // Are all sure, without a closer look?
+  __device__ __forceinline__ bool is_clearly_sure(const float (&unscale)[2],
+                                                  const float (&result)[L::kSums]) const {
+    bool all_sure = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // The largest of four.
+      const float some = fmaxf(fmaxf(fabsf(result[2 * r]), fabsf(result[2 * r + 1])),
+                               fmaxf(fabsf(result[2 * r + 4]), fabsf(result[2 * r + 5])));
+      all_sure &=
+          attention_split::is_clearly_sure(unscale[r], args.scale, L::kRootOfD, tiles.loss, some,
+                                           sum[r], columns(), tiles.largest * value_scale) |
+          !is_there(r);
+    }
+    return __all_sync(0xFFFFFFFF, all_sure);
+  }
+  // squares: of the rows' scaled values, summed up.
+  __device__ __forceinline__ bool is_sure(const float (&unscale)[2], const float (&squares)[2],
+                                          const float (&result)[L::kSums]) const {
+    const float quantum = Scale::unscale_of(value_scale);
+    bool all_sure = tiles.loss < infinity();  // a query of zeros is no excuse for values
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float largest = largest_in_row(result, r) * (quantum / sum[r]);  // by all lanes
+      // Weights add up to 1, and of each the halves lose as of a scaled value.
+      const float of_weights = sqrtf(columns()) * tiles.largest / sum[r];
+      const bool sure = is_product_sure(unscale[r], args.scale, squares[r], kLeastOperand,
+                                        tiles.loss, kBearable) &&
+                        is_result_sure(largest, kLost * (quantum + of_weights));
+      all_sure = all_sure && (sure || !is_there(r));
+    }
+    return __all_sync(0xFFFFFFFF, all_sure);
+  }
+};
 
 }  // namespace fx_fuser::attention_split

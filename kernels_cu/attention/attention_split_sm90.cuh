@@ -42,7 +42,9 @@ struct Consumer {
   const AttentionSplitArgs& args;
   typename L::Shared& shared;
   typename L::PipelineState pipeline;
-  RowValues<L::kD> values;  // of the next unit's queries
+  int nth;         // of the block's units
+  int tile_count;  // of the unit
+  RowValues<L::kD> values;
 
   // Found anew each time, so that no register holds it meanwhile.
   static __device__ __forceinline__ int number() {
@@ -53,6 +55,10 @@ struct Consumer {
     return Place::of(thread / kWarpgroup, thread % kWarpgroup);
   }
   static __device__ __forceinline__ Turns<L::kConsumers> turns() { return {number()}; }
+  __device__ __forceinline__ const Unit& unit() const { return shared.unit[nth % L::kUnits]; }
+  __device__ __forceinline__ bool has_unit() const {
+    return static_cast<int>(blockIdx.x) + nth * static_cast<int>(gridDim.x) < args.units;
+  }
 
   __device__ __forceinline__ void wait() const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot()]), pipeline.phase());
@@ -65,34 +71,8 @@ struct Consumer {
     pipeline.advance();
   }
 
-  // No register holds these across a unit's tiles.
-  __device__ __forceinline__ void keep_index(int index) const {
-    __syncwarp();  // all lanes have read what is written over
-    if (threadIdx.x % 32 == 0) shared.index_of_warp[threadIdx.x / 32] = index;
-    __syncwarp();
-  }
-  __device__ __forceinline__ int index_of_warp() const {
-    return __float_as_int(
-        ptx::load_shared_word(ptx::shared_address(&shared.index_of_warp[threadIdx.x / 32])));
-  }
-  __device__ __forceinline__ void keep(const Unit& unit) const {
-    __syncwarp();  // all lanes have read what is written over
-    if (threadIdx.x % 32 == 0) {
-      shared.unit_of_warp[threadIdx.x / 32] = {unit.batch, unit.head, unit.first_row, unit.tiles};
-    }
-    __syncwarp();
-  }
-  // Without its tiles' head.
-  __device__ __forceinline__ Unit unit_of_warp() const {
-    const float4 kept =
-        ptx::load_shared(ptx::shared_address(&shared.unit_of_warp[threadIdx.x / 32]));
-    return {__float_as_int(kept.x), __float_as_int(kept.y), 0, __float_as_int(kept.z), 0, 0,
-            __float_as_int(kept.w)};
-  }
-  // The unit's queries are on their way.
-  __device__ __forceinline__ void begin(int index) {
-    const Unit unit = L::unit_at(args, index);
-    keep(unit);
+  // Its queries are on their way.
+  __device__ __forceinline__ void begin(const Unit& unit) {
     const Place place = place_here();
     const float* from[2];
 #pragma unroll
@@ -101,19 +81,17 @@ struct Consumer {
       from[r] = row < args.queries ? row_at(args.q, unit.batch, unit.head, row) : nullptr;
     }
     values.load(from, args.d, place);
+    tile_count = unit.tiles;
+  }
+  // The producer has told of it ahead of the last tile of the unit before.
+  __device__ __forceinline__ void begin_next() {
+    values = {};  // so that none of the last unit lives on
+    ++nth;
+    if (has_unit()) begin(unit());
   }
 
-  __device__ __forceinline__ void begin_next(int index) {
-    keep_index(index);
-    if constexpr (L::kBeginsEarly) {
-      values = {};  // so that none of the last unit lives on
-      if (index < args.units) begin(index);
-    }
-  }
-
+  // A unit that has begun.
   __device__ __forceinline__ void run() {
-    if constexpr (!L::kBeginsEarly) begin(index_of_warp());
-    const int tiles = unit_of_warp().tiles;
     RowHalves<L::kD, true, L::kKeepsLo> query;
     const void* query_lo = nullptr;
     if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[number()];
@@ -125,12 +103,12 @@ struct Consumer {
     RowState state;
     state.clear();
     float value_scale = 1;
-    float loss = 0;  // of the unit's tiles
+    TilesSoFar tiles{};
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = 0; tile < tile_count; ++tile) {
       float score[L::kScores];
       wait();
       float unscale[2];
@@ -153,15 +131,13 @@ struct Consumer {
 
       const int first_key = tile * L::kKeys;
       int seen = args.keys;
-      if (args.is_causal) {
-        seen = min(seen, unit_of_warp().first_row + number() * kAttentionRows + 1);
-      }
+      if (args.is_causal) seen = min(seen, unit().first_row + number() * kAttentionRows + 1);
       if (first_key + L::kKeys > seen) {
         int end[2];
         const Place here = place_here();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = here.row_of(unit_of_warp(), r);
+          const int row = here.row_of(unit(), r);
           end[r] = (args.is_causal ? min(args.keys, row + 1) : args.keys) - first_key;
         }
         hide_from(here, end, score);
@@ -189,24 +165,24 @@ struct Consumer {
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (auto& part : product) ptx::pin(part);
-      loss = shared.beside[pipeline.slot()].all.loss;
+      tiles = shared.beside[pipeline.slot()].all;
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
-    const Unit done = unit_of_warp();
-    begin_next(index_of_warp() + static_cast<int>(gridDim.x));
+    const Unit done = unit();  // no register holds it across the tiles
+    if constexpr (L::kBeginsEarly) begin_next();
     const Place at_end = place_here();
     const float sum[2] = {sum_of_row(state.sum[0]), sum_of_row(state.sum[1])};
     store<L>(args, done, at_end, state, sum, value_scale, result);
-    if (!are_clearly_sure<L>(args, done, at_end, query.unscale, sum, loss, result)) {
+    const UnitToTest<L> test{args, done, at_end, sum, value_scale, tiles};
+    if (!test.is_clearly_sure(query.unscale, result)) {
       float squares[2];
       query.squares(at_end, 0, squares);
-      if (!are_sure<L>(args, done, at_end, query.unscale, squares, sum, value_scale, loss,
-                       result)) {
-        const Unit whole = L::unit_at(args, index_of_warp() - static_cast<int>(gridDim.x));
-        repair<L::kD>(args, whole, at_end.row_of(whole, 0) - at_end.g);
+      if (!test.is_sure(query.unscale, squares, result)) {
+        repair<L::kD>(args, done, at_end.row_of(done, 0) - at_end.g);
       }
     }
+    if constexpr (!L::kBeginsEarly) begin_next();
   }
 };
 
@@ -229,10 +205,11 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
     feed_tiles<L>(args, shared, static_cast<int>(threadIdx.x) - L::kConsumers * kWarpgroup);
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
-    Consumer<L> consumer{args, shared, {}, {}};
+    Consumer<L> consumer{args, shared, {}, 0, 0, {}};
     consumer.turns().begin();
-    consumer.begin_next(static_cast<int>(blockIdx.x));
-    while (consumer.index_of_warp() < args.units) consumer.run();
+    // There are as many units as blocks, or more.
+    consumer.begin(L::unit_at(args, static_cast<int>(blockIdx.x)));
+    while (consumer.has_unit()) consumer.run();
     consumer.turns().end();
   }
 }

@@ -8,8 +8,8 @@
 // delta has such an error in fp32 too; of a result beside the largest of its row. Columns of tiles
 // have a precision of their own where results have them: the producer sees to it, part by part.
 //
-// Infinities and NaN make results that are not finite. All that is too large does so as well, and
-// what is so small that factors would be subnormal counts as lost.
+// Infinities and NaN make results that are not finite, and count as lost. So does all that is too
+// large, and what is so small that factors would be subnormal.
 #pragma once
 
 #include "attention/attention_split_tiles_sm90.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool loses(float largest, float scale) {
   return largest > 0 && largest * scale < kLost / kBearable;
 }
 
-// OfThreads' strain, of a query whose dO is in a tile with this scale.
+// OfTile's strain, of a query whose dO is in a tile with this scale.
 __device__ __forceinline__ float strain_of(const AttentionQuery& query, float scale) {
   if (query.largest == 0) return 0;
   const bool fits = !loses(query.largest, scale) && query.terms > 0;
@@ -50,15 +50,17 @@ __device__ __forceinline__ bool is_result_sure(float largest, float lost) {
 }
 
 // Of a row of the forward, whose scaled values' norm is at most root_of_d 2^15: are both tests
-// below passed in any case? Bounds that cost little say so of nearly all rows. some: of one of its
-// results in magnitude; sum: of its weights, of which the largest is 2^15; columns: how many.
+// passed in any case? Bounds that cost little say so of nearly all rows. some: of one of its
+// results in magnitude; sum: of its weights, of which the largest is 2^15; columns: how many;
+// value: the largest one, scaled.
 __device__ __forceinline__ bool is_clearly_sure(float unscale, float factor, float root_of_d,
-                                                float loss, float some, float sum, float columns) {
+                                                float loss, float some, float sum, float columns,
+                                                float value) {
   const float root_of_columns = fmaf(columns, 0x1p-6f, 16);  // or more
   // No branches.
   return (Scale::largest_of(unscale) >= kLeastOperand * factor) &
          (unscale * loss <= kBearable / (2 * kLost * 0x1p15f * root_of_d)) &
-         (some * (kBearable / kLost) >= fmaf(root_of_columns, 0x1p15f, sum));
+         (some * (kBearable / kLost) >= fmaf(root_of_columns, value, sum));
 }
 
 }  // namespace fx_fuser::attention_split

@@ -30,8 +30,10 @@ constexpr int kProducerBarrier = 7;
 // What a producer tells of a tile. All but the factor: of the unit's tiles so far, so that the last
 // one's are of all. attention_split_sure.cuh has their use.
 struct alignas(8) TilesSoFar {
-  float loss;     // what halves lose of products of rows with them; infinite where they do not fit
-  float largest;  // magnitude
+  // What halves lose of products of rows with them; infinite where they do not fit. The forward's
+  // is of keys and of values.
+  float loss;
+  float largest;  // magnitude; the forward's is of values
 };
 struct alignas(16) BesideTile {
   float factor;  // undoes the scale of keys, or is that of values
@@ -85,7 +87,7 @@ struct Tiles {
     StagedTile staged[kStaged];
     // Read by whole vectors, so that they share none with what others write.
     uint32_t largest[2][4 * kProducers];  // of a producer's warp
-    uint32_t strain[2][4 * kProducers];   // likewise, as feed_tiles has it
+    uint32_t strain[2][4 * kProducers];   // likewise, as OfTile has it
     BesideTile beside[kSlots];
     TilesSoFar so_far[2];  // as the producer has told it; in the backward of keys and of values
     uint64_t full[kSlots];
@@ -132,14 +134,6 @@ struct Unit {
   int tiles;  // the end of them
 };
 
-// What of it a warp stores by.
-struct alignas(16) UnitOfWarp {
-  int batch;
-  int head;
-  int first_row;
-  int tiles;
-};
-
 // The first blocks of a group of heads' come first. What heads of a group read is in the L2 cache
 // while they are under way.
 template <class Args>
@@ -168,15 +162,18 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   static constexpr bool kBeginsEarly = kKeepsLo;
   static constexpr bool kHasColumns = false;
   static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
+  static constexpr bool kTellsUnits = true;
 
   struct LoOfQueries {
     typename Base::Rows query_lo;
   };
   struct Nothing {};
+  // In turn, as the producer has found them, since divisions take long. It is ahead by the tiles
+  // that there are, of which a unit has two at least, so that it writes over none that is in use.
+  static constexpr int kUnits = kAttentionUnits;
+  static_assert(kUnits >= (Base::kStaged + Base::kSlots + 1) / 2 + 2);
   struct Shared : Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>> {
-    // Of a consumer's warp: what no register holds across a unit's tiles.
-    UnitOfWarp unit_of_warp[4 * Base::kConsumers];
-    int index_of_warp[4 * Base::kConsumers];
+    Unit unit[kUnits];
   };
   static_assert(sizeof(Shared) == Base::kIs.shared_bytes());
 

@@ -224,10 +224,11 @@ def few_last_keys(failures: list[str], shape: int) -> None:
         if bool(changed.any()):
             failures.append(f"{more} keys in the last tile, shape {shape}: all rows repaired")
         for what, change in lost.items():
-            operands = [*one(shape, 5, tile + more), torch.randn_like(q)]
-            change(operands[2])
-            out = made(shape, *operands[:3], False, attention_special.SCALE)
+            q, k, v = one(shape, 5, tile + more)
+            change(v)
+            out = made(shape, q, k, v, False, attention_special.SCALE)
             told = f"{what}, {more} keys in the last tile, shape {shape}"
+            operands = [q, k, v, torch.randn_like(q)]
             attention_special.compare(failures, told, out, operands, False, "out")
 
 
