@@ -27,37 +27,38 @@ _BACKWARD_OF = {64: 0, 128: 1}
 
 
 @functools.cache
-def attention_split(shape: int) -> Family:
+def attention_split(shape: int, dropout: bool) -> Family:
     """shape: of SHAPES."""
     return Family(
         "attention/attention_split_sm90.cuh",
         "FX_FUSER_ATTENTION_SPLIT",
         "attention_split",
         "sm_90a",
-        sizes=(shape,),
+        sizes=(shape, int(dropout)),
     )
 
 
 @functools.cache
-def spec_of(shape: int) -> KernelSpec:
-    return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, attention_split(shape))
+def spec_of(shape: int, dropout: bool = False) -> KernelSpec:
+    family = attention_split(shape, dropout)
+    return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, family)
 
 
 @functools.cache
-def attention_backward(shape: int) -> Family:
+def attention_backward(shape: int, dropout: bool) -> Family:
     """shape: of BACKWARD_SHAPES."""
     return Family(
         "attention/attention_backward_sm90.cuh",
         "FX_FUSER_ATTENTION_BACKWARD",
         "attention_backward",
         "sm_90a",
-        sizes=(shape,),
+        sizes=(shape, int(dropout)),
     )
 
 
 @functools.cache
-def backward_spec_of(shape: int) -> KernelSpec:
-    family = attention_backward(shape)
+def backward_spec_of(shape: int, dropout: bool = False) -> KernelSpec:
+    family = attention_backward(shape, dropout)
     return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, family)
 
 

@@ -46,6 +46,9 @@ struct AttentionDeltaArgs {
   int32_t heads;
   int32_t d;
   float truncated;  // as truncated_by says
+  int32_t keys;
+  int32_t is_causal;
+  AttentionDropout dropout;
 };
 
 struct AttentionBackwardArgs {
@@ -59,7 +62,7 @@ struct AttentionBackwardArgs {
   float log_scale;      // of the logits, by log2(e)
   float scale_of_sums;  // as AttentionSplitArgs'
   float undo_truncation;
-  float scale;
+  float scale;  // with dropout's factor, as all that is made of weights is without
   int32_t d;
   int32_t row_count;
   int32_t column_count;    // rows of tiles
@@ -72,6 +75,7 @@ struct AttentionBackwardArgs {
   int32_t units;
   int32_t group;
   int32_t is_causal;
+  AttentionDropout dropout;
 };
 
 }  // namespace fx_fuser

@@ -23,10 +23,11 @@ struct Shape {
   static constexpr AttentionShape kIs = kOf.tiles;
 };
 
-template <int kShape, Pass kPass>
+template <int kShape, Pass kPass, bool kDropsWeights>
 struct Layout : Tiles<Shape<kShape>> {
   using Base = Tiles<Shape<kShape>>;
   using Args = AttentionBackwardArgs;
+  static constexpr bool kDrops = kDropsWeights;
   static constexpr bool kHasColumns = kPass != Pass::kQueries;  // tiles are of queries
   static constexpr bool kMultipliesBoth = true;
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;

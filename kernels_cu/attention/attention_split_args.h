@@ -67,6 +67,16 @@ struct AttentionQuery {
 };
 constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
 
+// What the kernels that drop weights are told (attention_dropout.cuh).
+struct AttentionDropout {
+  const int64_t* seed;
+  uint32_t below;  // kDropoutSteps times the share that is dropped, as two fp16
+  float kept;      // the share that is not
+  float factor;    // of those that are kept: 1 / kept
+};
+constexpr int kDropoutSteps = 1 << 15;
+constexpr int kMostDropped = 0x7C00;  // of those: fp16's infinity
+
 // The tensor core truncates as it adds up. Measured on an H200 (2026-11-28, NOTES.md): a sum of
 // three products of halves over D elements is too small by 1.4e-9 D to 3.4e-9 D of itself, of
 // random and of positive values.
@@ -93,6 +103,7 @@ struct AttentionSplitArgs {
   int32_t units;         // a block's queries of one head
   int32_t group;         // heads whose units are taken before the next heads'
   int32_t is_causal;
+  AttentionDropout dropout;
 };
 
 }  // namespace fx_fuser

@@ -4,6 +4,7 @@
 // eight columns 2c and 2c + 1.
 #pragma once
 
+#include "attention/attention_dropout.cuh"
 #include "attention/attention_split_sure.cuh"
 
 namespace fx_fuser::attention_split {
@@ -167,10 +168,11 @@ struct RowState {
     }
   }
 
-  // unscale: what makes a score a logit.
+  // unscale: what makes a score a logit. Weights that are dropped are in the sum, as softmax is
+  // ahead of dropout.
   template <class L>
   __device__ __forceinline__ void take(const float (&score)[L::kScores], const float (&unscale)[2],
-                                       Weights<L>& weights) {
+                                       const Dropped<L>& dropped, Weights<L>& weights) {
     float offset[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -192,7 +194,8 @@ struct RowState {
         const float left = ptx::exp2(fmaf(score[i + 2 * r], unscale[r], -offset[r]));
         const float right = ptx::exp2(fmaf(score[i + 2 * r + 1], unscale[r], -offset[r]));
         of_tile[r] += left + right;
-        const SplitPair both = split(left, right);
+        const int at = i + 2 * r;
+        const SplitPair both = split(dropped.has(at) ? 0 : left, dropped.has(at + 1) ? 0 : right);
         weights.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
         weights.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
       }
@@ -246,7 +249,7 @@ __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r
 
 __device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const Unit& unit,
                                          int query) {
-  return args.lse + int64_t{unit.batch * args.heads + unit.head} * args.lse_rows + query;
+  return args.lse + int64_t{head_of(args, unit)} * args.lse_rows + query;
 }
 
 // value_scale: of the results so far. of_values: of the last tile. sure: are the logits?
@@ -266,12 +269,18 @@ __device__ __forceinline__ bool store(const AttentionSplitArgs& args, const Unit
     if (is_there) {
       const float factor = Scale::unscale_of(value_scale) / sum;
       float* to = row_at(args.out, unit.batch, unit.head, query);
-      store_row(to, args.d, place, r, result, factor);
+      store_row(to, args.d, place, r, result, L::kDrops ? factor * args.dropout.factor : factor);
       // Weights add up to 1, and of each the halves lose as of a scaled value.
       const float of_weights =
           sqrtf(static_cast<float>(unit.tiles * L::kKeys)) * of_values.all.largest / sum;
       const float lost = kLost * (of_values.quantum + of_weights);
-      all_sure = all_sure && sure[r] && is_result_sure(largest * factor, lost);
+      const auto is_dropped = [&] {
+        if constexpr (!L::kDrops) return false;
+        const int seen = args.is_causal ? min(args.keys, query + 1) : args.keys;
+        return largest == 0 && are_all_dropped(args.dropout, head_of(args, unit), query, seen);
+      };
+      // Compared ahead of dropout's factor, which both have.
+      all_sure = all_sure && sure[r] && (is_result_sure(largest * factor, lost) || is_dropped());
     }
     if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
       // Both numbers small, as the backward takes weights anew from this alone; what the offset of

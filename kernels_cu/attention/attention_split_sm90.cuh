@@ -13,8 +13,8 @@
 // layout that wgmma reads; consumer warpgroups of 64 queries each take turns at the tensor core, so
 // that one's softmax runs beside the others' products. NOTES.md has the arithmetic.
 //
-//   FX_FUSER_ATTENTION_SPLIT(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float, /*Out*/ float,
-//                            /*q, k, v*/ float)
+//   FX_FUSER_ATTENTION_SPLIT(/*shape*/ 0, /*drops*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
+//                            /*Out*/ float, /*q, k, v*/ float)
 #pragma once
 
 #include "attention/attention_split_feed_sm90.cuh"
@@ -94,6 +94,9 @@ struct Consumer {
       issue_scores(score, query, nullptr, query_lo, shared.tile[pipeline.slot]);
       ptx::wgmma_commit();
       turns.pass();
+      Dropped<L> dropped;  // found beside the products
+      dropped.find(args.dropout, head_of(args, unit), place.g, place.c, place.row_of(unit, 0),
+                   tile * L::kKeys);
       ptx::wgmma_wait<0>();
       ptx::pin(score);
       release();
@@ -110,7 +113,7 @@ struct Consumer {
         hide_from(place, end, score);
       }
       Weights<L> weights;
-      state.template take<L>(score, unscale, weights);
+      state.template take<L>(score, unscale, dropped, weights);
 
       wait();
       const float scale = shared.beside[pipeline.slot].factor;
@@ -142,16 +145,16 @@ struct Consumer {
     // Found anew, so that no register holds it meanwhile.
     const Unit done = L::unit_at(args, ptx::opaque(index));
     if (!store<L>(args, done, place, state, value_scale, of_values, sure, result)) {
-      repair<L::kD>(args, done, place.row_of(done, 0) - place.g);
+      repair<L>(args, done, place.row_of(done, 0) - place.g);
     }
   }
 };
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <int kShape>
+template <int kShape, bool kDrops>
 __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
-  using L = Layout<kShape>;
+  using L = Layout<kShape, kDrops>;
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
@@ -179,8 +182,8 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
 
 }  // namespace fx_fuser::attention_split
 
-#define FX_FUSER_ATTENTION_SPLIT(shape, ...)                                                   \
+#define FX_FUSER_ATTENTION_SPLIT(shape, drops, ...)                                            \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kAttentionShapes[shape].threads(), 1) \
       fx_fuser_attention_split(const __grid_constant__ fx_fuser::AttentionSplitArgs args) {    \
-    fx_fuser::attention_split::run<shape>(args);                                               \
+    fx_fuser::attention_split::run<shape, (drops) != 0>(args);                                 \
   }

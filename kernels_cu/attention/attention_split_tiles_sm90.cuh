@@ -140,16 +140,23 @@ __device__ __forceinline__ Unit place_at(const Args& args, int index) {
   return {batch, head - batch * args.heads, inside / width, 0, 0, 0, 0};
 }
 
+// Of all batches' heads of queries.
+template <class Args>
+__device__ __forceinline__ int head_of(const Args& args, const Unit& unit) {
+  return unit.batch * args.heads + unit.head;
+}
+
 template <int kShape>
 struct ForwardShape {
   static constexpr AttentionShape kIs = kAttentionShapes[kShape];
 };
 
-template <int kShape>
+template <int kShape, bool kDropsWeights>
 struct Layout : Tiles<ForwardShape<kShape>> {
   using Base = Tiles<ForwardShape<kShape>>;
   using Args = AttentionSplitArgs;
   static constexpr bool kKeepsLo = Base::kIs.keeps_lo();
+  static constexpr bool kDrops = kDropsWeights;
   static constexpr bool kHasColumns = false;
   static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
 
