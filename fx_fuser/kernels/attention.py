@@ -21,9 +21,14 @@ SHAPES = ((64, 128, 128), (128, 128, 64))
 # Of kAttentionBackwardShapes, likewise: a block's rows, queries or keys, and a tile's.
 BACKWARD_SHAPES = ((64, 128, 64), (128, 128, 64))
 
-# By the largest head, the shape that graphs run.
+# kDropoutSteps and kMostDropped, likewise: dropout is a share of so many, at most of so many.
+DROPOUT_STEPS = 1 << 15
+MOST_DROPPED = 0x7C00
+
+# By the largest head, the shape that graphs run; and where weights are dropped.
 _FORWARD_OF = {64: 0, 128: 1}
 _BACKWARD_OF = {64: 0, 128: 1}
+_DROPPING_OF = {64: 0}
 
 
 @functools.cache
@@ -62,20 +67,34 @@ def backward_spec_of(shape: int, dropout: bool = False) -> KernelSpec:
     return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, family)
 
 
-def spec_for(d: int, backward: bool = False) -> KernelSpec | None:
+def steps_of(dropout: float) -> int:
+    """The share that is dropped, as kernels and torch's formula have it."""
+    return round(dropout * DROPOUT_STEPS)
+
+
+def spec_for(d: int, backward: bool = False, dropout: float = 0.0) -> KernelSpec | None:
     """The kernel of graphs for heads of so many elements; None where there is none."""
     of, made = (_BACKWARD_OF, backward_spec_of) if backward else (_FORWARD_OF, spec_of)
-    return next((made(of[most]) for most in sorted(of) if 0 < d <= most and d % 8 == 0), None)
+    if dropout != 0:
+        of = _DROPPING_OF if 0 < steps_of(dropout) <= MOST_DROPPED else {}
+    fits = (most for most in sorted(of) if 0 < d <= most and d % 8 == 0)
+    return next((made(of[most], dropout != 0) for most in fits), None)
 
 
 def of_inference() -> list[KernelSpec]:
-    """All that `spec_for` gives of the forward."""
+    """All that `spec_for` gives of the forward, without dropout."""
     return [*map(spec_of, _FORWARD_OF.values())]
 
 
 def offered() -> list[KernelSpec]:
     """All that `spec_for` gives."""
-    return [*of_inference(), *map(backward_spec_of, _BACKWARD_OF.values())]
+    backward = map(backward_spec_of, _BACKWARD_OF.values())
+    return [*of_inference(), *backward, *_dropping()]
+
+
+def _dropping() -> list[KernelSpec]:
+    shapes = _DROPPING_OF.values()
+    return [made(shape, True) for made in (spec_of, backward_spec_of) for shape in shapes]
 
 
 def examples(arch: str) -> list[KernelSpec]:
@@ -84,4 +103,4 @@ def examples(arch: str) -> list[KernelSpec]:
         return []
     forward = [spec_of(shape) for shape in range(len(SHAPES))]
     # NVRTC 13.0 spills 4 bytes in the larger backward, which no pass offers (issue 43).
-    return [*forward, backward_spec_of(0)]
+    return [*forward, backward_spec_of(0), *_dropping()]

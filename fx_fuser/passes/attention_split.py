@@ -231,7 +231,7 @@ class _Site:
 
     def _call(self, function: str, tensors: Sequence[Any], save: bool) -> run.Arguments:
         saved = [save] if function == FORWARD else []
-        given = self.spec.name, self.scale, self.causal, *saved
+        given = self.spec.name, self.scale, self.causal, *saved, None, 0.0
         return run.arguments(function, (*tensors, *given))
 
     def replace(self) -> None:

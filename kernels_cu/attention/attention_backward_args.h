@@ -14,13 +14,14 @@ struct AttentionBackwardShape {
 
   // Where registers are too few, hi of dO or v is in shared memory, as lo of all rows is.
   constexpr bool keeps_second() const { return tiles.d <= 64; }
-  constexpr int shared_bytes() const {
+  constexpr int shared_bytes(bool drops) const {
     const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second() ? 2 : 3);
     const int columns = (tiles.words() + 15) / 16 * 16 +
                         (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
                         (tiles.slots * tiles.keys + tiles.rows()) * 8 + tiles.rows() /*exponent*/ +
                         tiles.consumers * 4 * 20 /*of a warp*/;
-    return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns;
+    return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns +
+           tiles.dropped_bytes(drops) + (drops ? tiles.consumers * 4 * 28 /*of a warp*/ : 0);
   }
 };
 

@@ -54,7 +54,7 @@ struct Scores {
 
   // query_of(i): of the eight columns from 2i on.
   template <class QueryOf>
-  __device__ __forceinline__ void make(const QueryOf& query_of, const Dropped<L>& dropped,
+  __device__ __forceinline__ void make(typename L::Shared& shared, const QueryOf& query_of,
                                        Weights<L>& weights, float (&largest)[2]) {
 #pragma unroll
     for (int i = 0; i < L::kScores; i += 4) {
@@ -68,11 +68,9 @@ struct Scores {
           const AttentionOfQuery query = of_queries.at(r, t);
           weight[t] = ptx::exp2(fmaf(score[at], score_unscale[r], -query.lse));
           if constexpr (L::kMakesRows) {
-            const float less = fmaf(other[at], other_unscale[r], -query.delta);
-            other[at] = weight[t] * (dropped.has(at) ? -query.delta : less);
+            other[at] = weight[t] * fmaf(other[at], other_unscale[r], -query.delta);
             largest[r] = fmaxf(largest[r], fabsf(other[at]));
           }
-          if (dropped.has(at)) weight[t] = 0;
         }
         if constexpr (L::kMakesValues) {
           // Not in the exponent, whose fraction it would take.
@@ -154,6 +152,11 @@ struct Consumer {
   __device__ __forceinline__ TilesSoFar& so_far_of_warp(bool second) const {
     return shared.so_far_of_warp[ptx::thread_index() / 32][second];
   }
+  // With dropout it lies in shared memory, too: registers are fewer by as many as it takes.
+  __device__ __forceinline__ const Unit& near(const Unit& unit) const {
+    if constexpr (L::kDrops) return shared.unit[ptx::thread_index() / 32];
+    return unit;
+  }
   // unscale: of G's rows. A row's four lanes have the same.
   __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
     const Place place = place_here();
@@ -215,10 +218,9 @@ struct Consumer {
     first.publish(place);
   }
 
-  // S of the first tile, and D of the second; beside these products, what is dropped.
-  __device__ __forceinline__ void multiply_rows(const Unit& unit, int tile, const State& of_first,
-                                                const State& of_second, Scores<L>& scores,
-                                                Dropped<L>& dropped) {
+  // S of the first tile, and D of the second.
+  __device__ __forceinline__ void multiply_rows(const State& of_first, const State& of_second,
+                                                Scores<L>& scores) {
     wait(of_first);
     if constexpr (L::kMakesRows) wait(of_second);
     // Pinned, else ptxas moves what made them between the products, and serialises those.
@@ -238,11 +240,6 @@ struct Consumer {
     }
     ptx::wgmma_commit();
     turns.pass();
-    if constexpr (L::kDrops) {
-      const Place place = place_here();
-      dropped.find(args.dropout, head_of(args, unit), place.g, place.c, place.row_of(unit, 0),
-                   tile * L::kKeys);
-    }
     ptx::wgmma_wait<0>();
     ptx::pin(scores.score);
     if constexpr (L::kMakesRows) ptx::pin(scores.other);
@@ -272,9 +269,8 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void weigh(const State& of_first, float second_factor,
-                                        const Dropped<L>& dropped, Scores<L>& scores,
-                                        Weights<L>& weights, Weights<L>& gradient,
-                                        float (&unscale)[2]) const {
+                                        Scores<L>& scores, Weights<L>& weights,
+                                        Weights<L>& gradient, float (&unscale)[2]) const {
     float largest[2] = {0, 0};
     const Place place = place_here();
     const uint32_t unscale_at = ptx::shared_address(&shared.unscale[place.consumer][place.row]);
@@ -292,10 +288,11 @@ struct Consumer {
       const uint32_t at = ptx::shared_address(shared.column[of_first.slot]) +
                           2 * place.c * uint32_t{sizeof(AttentionOfQuery)};
       scores.make(
+          shared,
           [&](int i) {
             return QueriesOfColumns{ptx::load_shared(at + 2 * i * sizeof(AttentionOfQuery))};
           },
-          dropped, weights, largest);
+          weights, largest);
     } else {
       const uint32_t at = ptx::shared_address(&shared.column[place.consumer][place.row]);
       QueriesOfRows of_rows;
@@ -304,8 +301,9 @@ struct Consumer {
         const uint32_t of_row = at + 8 * r * sizeof(AttentionOfQuery);
         of_rows.of_row[r] = {ptx::load_shared_word(of_row), ptx::load_shared_word(of_row + 4)};
       }
-      scores.make([&](int) { return of_rows; }, dropped, weights, largest);
+      scores.make(shared, [&](int) { return of_rows; }, weights, largest);
     }
+    if constexpr (L::kDrops && L::kMakesValues) Dropped<L>::take_from(shared, weights);
     if constexpr (L::kMakesRows) scores.halve(largest, gradient, unscale);
   }
 
@@ -337,6 +335,7 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) {
       unit_of_warp() = index;
       so_far_of_warp(false) = so_far_of_warp(true) = TilesSoFar{};
+      if constexpr (L::kDrops) shared.unit[ptx::thread_index() / 32] = unit;
     }
     load(unit);
     float d_values[L::kMakesValues ? L::kSums : 1];
@@ -351,19 +350,25 @@ struct Consumer {
       pipeline.advance();
       const State of_second = pipeline;  // values for dO, dO for v
       pipeline.advance();
+      if constexpr (L::kDrops) {  // beside another consumer's products
+        const Place place = place_here();
+        Dropped<L>::find(shared, args.dropout, head_of(args, near(unit)), place.g, place.c,
+                         near(unit).first_row + number * kAttentionRows + place.row,
+                         tile * L::kKeys);
+      }
       Scores<L> scores;
-      Dropped<L> dropped;
-      multiply_rows(unit, tile, of_first, of_second, scores, dropped);
+      multiply_rows(of_first, of_second, scores);
+      if constexpr (L::kDrops && L::kMakesRows) Dropped<L>::take_from(shared, scores.other);
       const float second_factor = L::kMakesRows ? shared.beside[of_second.slot].factor : 0;
       if constexpr (!L::kMakesValues) {
         keep(true, of_second);
         release(of_second);
       }
-      hide(unit, tile, scores);
+      hide(near(unit), tile, scores);
       Weights<L> weights;
       Weights<L> gradient;
       float unscale[2];
-      weigh(of_first, second_factor, dropped, scores, weights, gradient, unscale);
+      weigh(of_first, second_factor, scores, weights, gradient, unscale);
       if constexpr (!L::kMakesRows) {
         keep(false, of_first);
         release(of_first);

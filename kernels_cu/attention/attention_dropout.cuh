@@ -27,51 +27,79 @@ __device__ __forceinline__ uint2 seed_of(const AttentionDropout& dropout) {
   return *reinterpret_cast<const uint2*>(dropout.seed);
 }
 
-// Of a thread's scores of a tile, a bit each: of score i bit i / 2 % 16 + i % 2 * 16.
+// Of a thread's scores of a tile, a bit each: of score i bit i / 2 % 16 + i % 2 * 16 of word i
+// / 32. They lie in shared memory: in registers ptxas would make them where they are read, in the
+// way of the next products, and registers are few there.
 template <class L>
 struct Dropped {
-  static constexpr int kCalls = L::kScores / 8;
+  static constexpr int kCallsOfWord = 4;
   static constexpr int kWords = L::kScores / 32;
-  uint32_t bits[L::kDrops ? kWords : 1];
 
   // head: of all batches' of queries; g, c: as Place's; row: this thread's first; column: the
   // tile's first.
-  __device__ __forceinline__ void find(const AttentionDropout& dropout, int head, int g, int c,
-                                       int row, int column) {
-    if constexpr (!L::kDrops) return;
-    // The seed is read anew each time, so that no register holds it meanwhile.
+  static __device__ __forceinline__ void find(typename L::Shared& shared,
+                                              const AttentionDropout& dropout, int head, int g,
+                                              int c, int row, int column) {
+    // Read anew each time, so that no register holds it meanwhile.
     const uint2 seed = seed_of(dropout);
     const int odd = L::kHasColumns ? g % 2 : 0;
     const uint32_t of_row = row - odd;
     const uint32_t of_columns = column + 2 * c + odd;
 #pragma unroll
-    for (uint32_t& word : bits) word = 0;
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t word = 0;
 #pragma unroll
-    for (int call = 0; call < kCalls; ++call) {
-      const uint32_t of_column = of_columns + 16 * call;
-      const uint32_t query = L::kHasColumns ? of_column : of_row;
-      const uint32_t key = L::kHasColumns ? of_row : of_column;
-      const uint4 made = philox(seed, {query, key, static_cast<uint32_t>(head), 0});
-      const uint32_t words[4] = {made.x, made.y, made.z, made.w};
+      for (int call = 0; call < kCallsOfWord; ++call) {
+        const uint32_t of_column = of_columns + 16 * (kCallsOfWord * i + call);
+        const uint32_t query = L::kHasColumns ? of_column : of_row;
+        const uint32_t key = L::kHasColumns ? of_row : of_column;
+        const uint4 made = philox(seed, {query, key, static_cast<uint32_t>(head), 0});
+        const uint32_t numbers[4] = {made.x, made.y, made.z, made.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int pair = L::kHasColumns ? i : i / 2 + i % 2 * 2;
-        bits[call / 4] |= dropped_of(dropout, words[i]) & 0x10001u << (call % 4 * 4 + pair);
+        for (int n = 0; n < 4; ++n) {
+          const int pair = 4 * call + (L::kHasColumns ? n : n / 2 + n % 2 * 2);
+          word |= dropped_of(dropout, numbers[n]) & 0x10001u << pair;
+        }
       }
-    }
-    if constexpr (L::kHasColumns) {
-#pragma unroll
-      for (uint32_t& word : bits) {
+      if constexpr (L::kHasColumns) {
         const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, word, 4);
         word = __byte_perm(word, other, odd == 0 ? 0x5410 : 0x3276);
       }
+      word_of(shared, i) = word;
     }
-    ptx::pin(bits);
   }
 
-  __device__ __forceinline__ bool has(int score) const {
-    if constexpr (!L::kDrops) return false;
-    return (bits[score / 32] >> (score / 2 % 16 + score % 2 * 16) & 1) != 0;
+  static __device__ __forceinline__ uint32_t& word_of(typename L::Shared& shared, int word) {
+    return shared.dropped[word][ptx::thread_index()];
+  }
+  static __device__ __forceinline__ bool has(uint32_t word, int score) {
+    return (word >> (score / 2 % 16 + score % 2 * 16) & 1) != 0;
+  }
+  // Zeros in place of what is dropped, of scores and of halves, where a word has all.
+  static __device__ __forceinline__ void take_from(typename L::Shared& shared,
+                                                   float (&score)[L::kScores]) {
+    static_assert(kWords == 1);
+    const uint32_t word = word_of(shared, 0);
+#pragma unroll
+    for (int i = 0; i < L::kScores; ++i) {
+      if (has(word, i)) score[i] = 0;
+    }
+    ptx::pin(score);
+  }
+  template <class Weights>
+  static __device__ __forceinline__ void take_from(typename L::Shared& shared, Weights& weights) {
+    static_assert(kWords == 1);
+    const uint32_t word = word_of(shared, 0);
+#pragma unroll
+    for (int i = 0; i < L::kScores; i += 4) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // A bit in the place of each half's sign, then all over the half.
+        const uint32_t dropped = ptx::spread_signs(word << (15 - (i / 2 + r)));
+        weights.hi[i / 8][i / 4 % 2 * 2 + r] &= ~dropped;
+        weights.lo[i / 8][i / 4 % 2 * 2 + r] &= ~dropped;
+      }
+    }
   }
 };
 

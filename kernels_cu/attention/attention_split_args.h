@@ -34,8 +34,11 @@ struct AttentionShape {
     return slots * (2 * 8 /*barriers*/ + 16 /*beside*/) + 2 * 16 /*so far*/ + staged * 8 +
            2 * 2 * 4 * 4 * producers /*largest, strain*/;
   }
-  constexpr int shared_bytes() const {
-    return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16;
+  // A bit a score.
+  constexpr int dropped_bytes(bool drops) const { return drops ? rows() * keys / 8 : 0; }
+  constexpr int shared_bytes(bool drops) const {
+    return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16 +
+           dropped_bytes(drops);
   }
 };
 
@@ -70,9 +73,9 @@ constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
 // What the kernels that drop weights are told (attention_dropout.cuh).
 struct AttentionDropout {
   const int64_t* seed;
-  uint32_t below;  // kDropoutSteps times the share that is dropped, as two fp16
-  float kept;      // the share that is not
-  float factor;    // of those that are kept: 1 / kept
+  uint32_t below;    // kDropoutSteps times the share that is dropped, as two fp16
+  float kept = 1;    // the share that is not
+  float factor = 1;  // of those that are kept: 1 / kept
 };
 constexpr int kDropoutSteps = 1 << 15;
 constexpr int kMostDropped = 0x7C00;  // of those: fp16's infinity

@@ -171,8 +171,8 @@ struct RowState {
   // unscale: what makes a score a logit. Weights that are dropped are in the sum, as softmax is
   // ahead of dropout.
   template <class L>
-  __device__ __forceinline__ void take(const float (&score)[L::kScores], const float (&unscale)[2],
-                                       const Dropped<L>& dropped, Weights<L>& weights) {
+  __device__ __forceinline__ void take(typename L::Shared& shared, const float (&score)[L::kScores],
+                                       const float (&unscale)[2], Weights<L>& weights) {
     float offset[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -189,13 +189,16 @@ struct RowState {
     float of_tile[2] = {0, 0};  // a sum of so many terms would lose more
 #pragma unroll
     for (int i = 0; i < L::kScores; i += 4) {
+      uint32_t dropped = 0;
+      if constexpr (L::kDrops) dropped = Dropped<L>::word_of(shared, i / 32);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float left = ptx::exp2(fmaf(score[i + 2 * r], unscale[r], -offset[r]));
         const float right = ptx::exp2(fmaf(score[i + 2 * r + 1], unscale[r], -offset[r]));
         of_tile[r] += left + right;
         const int at = i + 2 * r;
-        const SplitPair both = split(dropped.has(at) ? 0 : left, dropped.has(at + 1) ? 0 : right);
+        const SplitPair both = split(Dropped<L>::has(dropped, at) ? 0 : left,
+                                     Dropped<L>::has(dropped, at + 1) ? 0 : right);
         weights.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
         weights.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
       }

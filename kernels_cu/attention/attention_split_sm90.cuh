@@ -78,6 +78,10 @@ struct Consumer {
     const int first_query = unit.first_row + place.consumer * kAttentionRows;
 #pragma unroll 1
     for (int tile = 0; tile < unit.tiles; ++tile) {
+      if constexpr (L::kDrops) {  // beside another consumer's products
+        Dropped<L>::find(shared, args.dropout, head_of(args, unit), place.g, place.c,
+                         place.row_of(unit, 0), tile * L::kKeys);
+      }
       float score[L::kScores];
       wait();
       float unscale[2];
@@ -94,9 +98,6 @@ struct Consumer {
       issue_scores(score, query, nullptr, query_lo, shared.tile[pipeline.slot]);
       ptx::wgmma_commit();
       turns.pass();
-      Dropped<L> dropped;  // found beside the products
-      dropped.find(args.dropout, head_of(args, unit), place.g, place.c, place.row_of(unit, 0),
-                   tile * L::kKeys);
       ptx::wgmma_wait<0>();
       ptx::pin(score);
       release();
@@ -113,7 +114,7 @@ struct Consumer {
         hide_from(place, end, score);
       }
       Weights<L> weights;
-      state.template take<L>(score, unscale, dropped, weights);
+      state.template take<L>(shared, score, unscale, weights);
 
       wait();
       const float scale = shared.beside[pipeline.slot].factor;

@@ -88,6 +88,11 @@ struct Tiles {
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
   };
+  // Where weights are dropped: Dropped's words of consumers' threads.
+  struct DroppedWords {
+    uint32_t dropped[kScores / 32][kConsumers * kWarpgroup];
+  };
+  struct NoneDropped {};
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
   static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Rows) % 1024 == 0);
 
@@ -164,8 +169,11 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     typename Base::Rows query_lo;
   };
   struct Nothing {};
-  struct Shared : std::conditional_t<kKeepsLo, Nothing, LoOfQueries>, Base::Pipeline {};
-  static_assert(sizeof(Shared) == Base::kIs.shared_bytes());
+  struct Shared
+      : std::conditional_t<kKeepsLo, Nothing, LoOfQueries>,
+        Base::Pipeline,
+        std::conditional_t<kDrops, typename Base::DroppedWords, typename Base::NoneDropped> {};
+  static_assert(sizeof(Shared) == Base::kIs.shared_bytes(kDrops));
 
   // The longest units come first.
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {
