@@ -13,15 +13,15 @@ struct AttentionBackwardShape {
   bool apart;  // dv has a pass of its own
 
   // Where registers are too few, hi of dO or v is in shared memory, as lo of all rows is.
-  constexpr bool keeps_second() const { return tiles.d <= 64; }
+  constexpr bool keeps_second(bool drops) const { return tiles.d <= 64 && !drops; }
   constexpr int shared_bytes(bool drops) const {
-    const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second() ? 2 : 3);
+    const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second(drops) ? 2 : 3);
     const int columns = (tiles.words() + 15) / 16 * 16 +
                         (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
                         (tiles.slots * tiles.keys + tiles.rows()) * 8 + tiles.rows() /*exponent*/ +
                         tiles.consumers * 4 * 20 /*of a warp*/;
     return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns +
-           tiles.dropped_bytes(drops) + (drops ? tiles.consumers * 4 * 28 /*of a warp*/ : 0);
+           tiles.dropped_bytes(drops);
   }
 };
 

@@ -152,11 +152,6 @@ struct Consumer {
   __device__ __forceinline__ TilesSoFar& so_far_of_warp(bool second) const {
     return shared.so_far_of_warp[ptx::thread_index() / 32][second];
   }
-  // With dropout it lies in shared memory, too: registers are fewer by as many as it takes.
-  __device__ __forceinline__ const Unit& near(const Unit& unit) const {
-    if constexpr (L::kDrops) return shared.unit[ptx::thread_index() / 32];
-    return unit;
-  }
   // unscale: of G's rows. A row's four lanes have the same.
   __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
     const Place place = place_here();
@@ -335,7 +330,6 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) {
       unit_of_warp() = index;
       so_far_of_warp(false) = so_far_of_warp(true) = TilesSoFar{};
-      if constexpr (L::kDrops) shared.unit[ptx::thread_index() / 32] = unit;
     }
     load(unit);
     float d_values[L::kMakesValues ? L::kSums : 1];
@@ -352,9 +346,8 @@ struct Consumer {
       pipeline.advance();
       if constexpr (L::kDrops) {  // beside another consumer's products
         const Place place = place_here();
-        Dropped<L>::find(shared, args.dropout, head_of(args, near(unit)), place.g, place.c,
-                         near(unit).first_row + number * kAttentionRows + place.row,
-                         tile * L::kKeys);
+        Dropped<L>::find(shared, args.dropout, head_of(args, unit), place.g, place.c,
+                         place.row_of(unit, 0), tile * L::kKeys);
       }
       Scores<L> scores;
       multiply_rows(of_first, of_second, scores);
@@ -364,7 +357,7 @@ struct Consumer {
         keep(true, of_second);
         release(of_second);
       }
-      hide(near(unit), tile, scores);
+      hide(unit, tile, scores);
       Weights<L> weights;
       Weights<L> gradient;
       float unscale[2];

@@ -32,7 +32,7 @@ struct Layout : Tiles<Shape<kShape>> {
   static constexpr bool kMultipliesBoth = true;
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
-  static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second();
+  static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second(kDrops && kHasColumns);
 
   struct HiOfSecond {
     typename Base::Rows second_hi;
@@ -51,17 +51,14 @@ struct Layout : Tiles<Shape<kShape>> {
     alignas(8) TilesSoFar so_far_of_warp[4 * Base::kConsumers][2];  // first, second
     int unit_of_warp[4 * Base::kConsumers];
   };
-  // Also what registers hold elsewhere.
-  struct Dropping : Base::DroppedWords {
-    Unit unit[4 * Base::kConsumers];  // of a warp
-  };
   struct Nothing {};
-  struct Shared : std::conditional_t<kKeepsSecond, Nothing, HiOfSecond>,
-                  LoOfBoth,
-                  Base::Pipeline,
-                  Columns,
-                  std::conditional_t<kDrops, Dropping, typename Base::NoneDropped> {};
-  static_assert(sizeof(Shared) == Shape<kShape>::kOf.shared_bytes(kDrops));
+  struct Shared
+      : std::conditional_t<kKeepsSecond, Nothing, HiOfSecond>,
+        LoOfBoth,
+        Base::Pipeline,
+        Columns,
+        std::conditional_t<kDrops, typename Base::DroppedWords, typename Base::NoneDropped> {};
+  static_assert(sizeof(Shared) <= Shape<kShape>::kOf.shared_bytes(kDrops));
 
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {
     Unit unit = attention_split::place_at(args, index);
