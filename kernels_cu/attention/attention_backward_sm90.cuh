@@ -59,6 +59,8 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < L::kScores; i += 4) {
       const auto of_queries = query_of(i);
+      uint32_t dropped = 0;
+      if constexpr (L::kDrops) dropped = Dropped<L>::word_of(shared, i / 32);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float weight[2];
@@ -68,9 +70,11 @@ struct Scores {
           const AttentionOfQuery query = of_queries.at(r, t);
           weight[t] = ptx::exp2(fmaf(score[at], score_unscale[r], -query.lse));
           if constexpr (L::kMakesRows) {
-            other[at] = weight[t] * fmaf(other[at], other_unscale[r], -query.delta);
+            const float less = fmaf(other[at], other_unscale[r], -query.delta);
+            other[at] = weight[t] * (Dropped<L>::has(dropped, at) ? -query.delta : less);
             largest[r] = fmaxf(largest[r], fabsf(other[at]));
           }
+          if (Dropped<L>::has(dropped, at)) weight[t] = 0;
         }
         if constexpr (L::kMakesValues) {
           // Not in the exponent, whose fraction it would take.
@@ -298,7 +302,6 @@ struct Consumer {
       }
       scores.make(shared, [&](int) { return of_rows; }, weights, largest);
     }
-    if constexpr (L::kDrops && L::kMakesValues) Dropped<L>::take_from(shared, weights);
     if constexpr (L::kMakesRows) scores.halve(largest, gradient, unscale);
   }
 
@@ -351,7 +354,6 @@ struct Consumer {
       }
       Scores<L> scores;
       multiply_rows(of_first, of_second, scores);
-      if constexpr (L::kDrops && L::kMakesRows) Dropped<L>::take_from(shared, scores.other);
       const float second_factor = L::kMakesRows ? shared.beside[of_second.slot].factor : 0;
       if constexpr (!L::kMakesValues) {
         keep(true, of_second);

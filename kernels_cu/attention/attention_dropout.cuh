@@ -75,32 +75,6 @@ struct Dropped {
   static __device__ __forceinline__ bool has(uint32_t word, int score) {
     return (word >> (score / 2 % 16 + score % 2 * 16) & 1) != 0;
   }
-  // Zeros in place of what is dropped, of scores and of halves, where a word has all.
-  static __device__ __forceinline__ void take_from(typename L::Shared& shared,
-                                                   float (&score)[L::kScores]) {
-    static_assert(kWords == 1);
-    const uint32_t word = word_of(shared, 0);
-#pragma unroll
-    for (int i = 0; i < L::kScores; ++i) {
-      if (has(word, i)) score[i] = 0;
-    }
-    ptx::pin(score);
-  }
-  template <class Weights>
-  static __device__ __forceinline__ void take_from(typename L::Shared& shared, Weights& weights) {
-    static_assert(kWords == 1);
-    const uint32_t word = word_of(shared, 0);
-#pragma unroll
-    for (int i = 0; i < L::kScores; i += 4) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        // A bit in the place of each half's sign, then all over the half.
-        const uint32_t dropped = ptx::spread_signs(word << (15 - (i / 2 + r)));
-        weights.hi[i / 8][i / 4 % 2 * 2 + r] &= ~dropped;
-        weights.lo[i / 8][i / 4 % 2 * 2 + r] &= ~dropped;
-      }
-    }
-  }
 };
 
 // One weight.

@@ -167,13 +167,6 @@ __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xFFFFFFFF, value, 0);
 }
 
-// Of two halves of a word: all bits where the first is set, else none. __byte_perm copies alone.
-__device__ __forceinline__ uint32_t spread_signs(uint32_t both) {
-  uint32_t spread;
-  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(spread) : "r"(both));
-  return spread;
-}
-
 // Values are in these registers here: what follows cannot be computed before, nor what precedes be
 // put off.
 template <int kCount>

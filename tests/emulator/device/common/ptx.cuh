@@ -75,9 +75,6 @@ inline int opaque(int value) { return value; }
 inline uint32_t uniform(uint32_t value, Where where = Where::here()) {
   return __shfl_sync(0xFFFFFFFF, value, 0, where);
 }
-inline uint32_t spread_signs(uint32_t both) {
-  return (both >> 15 & 1) * 0xFFFF | (both >> 31) * 0xFFFF0000;
-}
 template <class T, int kCount>
 void pin(T (&)[kCount]) {}
 
