@@ -58,6 +58,7 @@ struct Layout : Tiles<Shape<kShape>> {
         Base::Pipeline,
         Columns,
         std::conditional_t<kDrops, typename Base::DroppedWords, typename Base::NoneDropped> {};
+  // With dropout dq's pass has more in registers.
   static_assert(sizeof(Shared) <= Shape<kShape>::kOf.shared_bytes(kDrops));
 
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {

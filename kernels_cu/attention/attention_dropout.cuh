@@ -27,9 +27,9 @@ __device__ __forceinline__ uint2 seed_of(const AttentionDropout& dropout) {
   return *reinterpret_cast<const uint2*>(dropout.seed);
 }
 
-// Of a thread's scores of a tile, a bit each: of score i bit i / 2 % 16 + i % 2 * 16 of word i
-// / 32. They lie in shared memory: in registers ptxas would make them where they are read, in the
-// way of the next products, and registers are few there.
+// Of a thread's scores of a tile, a bit each: of score s bit s / 2 % 16 + s % 2 * 16 of word
+// s / 32. They lie in shared memory: in registers, which are few, ptxas makes them where they are
+// read, in the way of the next products.
 template <class L>
 struct Dropped {
   static constexpr int kCallsOfWord = 4;
