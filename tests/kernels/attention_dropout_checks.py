@@ -155,6 +155,36 @@ def one_key(failures: list[str]) -> None:
         failures.append("one key: neither its value times the factor nor nothing")
 
 
+def dropped_queries(failures: list[str]) -> None:
+    """A query all of whose keys are dropped has no other's results made again in fp32: no bit of
+    theirs changes."""
+    torch.manual_seed(8)
+    operands = one(20, 20)
+
+    def first(of_first: bool) -> Tensor:
+        """A seed by which the second causal query keeps both its keys, each later one some of its
+        keys, and the first its one, or not."""
+        for number in range(1000):
+            seed = seed_of(number)
+            kept = (factors_of(*operands[:2], seed, 0.5)[0, 0] != 0).tril().sum(-1)
+            if bool(kept[0]) == of_first and kept[1] == 2 and bool(kept[2:].all()):
+                return seed
+        raise AssertionError("no seed has it")
+
+    dropping = first(False)
+    found = made(operands, 0.125, True, dropping, 0.5)[0]
+    other = made(operands, 0.125, True, first(True), 0.5)[0]
+    if bool(found[0][..., 0, :].any()) or not torch.equal(
+        *(t[0][..., 1, :] for t in (found, other))
+    ):
+        failures.append("out of the first query is not nothing, or changes bits of the second's")
+    operands[3][..., 0, :] = 0
+    without = made(operands, 0.125, True, dropping, 0.5)[0]
+    for name, gradients in zip(NAMES, zip(found, without)):
+        if not torch.equal(*gradients):
+            failures.append(f"dO of a query all of whose keys are dropped changes {name}")
+
+
 def repaired(failures: list[str]) -> None:
     """What is made again in fp32 drops the same weights: of small channels each is as exact."""
     torch.manual_seed(5)

@@ -19,6 +19,7 @@ def test_random_sizes_and_strides() -> None:
     [
         attention_dropout_checks.lengths,
         attention_dropout_checks.one_key,
+        attention_dropout_checks.dropped_queries,
         attention_dropout_checks.repaired,
         attention_dropout_checks.refusals,
         attention_dropout_checks.repeats,

@@ -50,6 +50,10 @@ def test_one_key(gpu: EmulatedGpu) -> None:
     passes(attention_dropout_checks.one_key)
 
 
+def test_dropped_queries(gpu: EmulatedGpu) -> None:
+    passes(attention_dropout_checks.dropped_queries)
+
+
 def test_refusals(gpu: EmulatedGpu) -> None:
     passes(attention_dropout_checks.refusals)
 
