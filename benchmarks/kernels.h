@@ -141,20 +141,22 @@ bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
 
 bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Tensor& v,
                      const Tensor& out, const std::optional<Tensor>& lse, double scale,
-                     bool is_causal) {
+                     bool is_causal, const std::optional<Tensor>& seed, double dropout) {
   return run_attention_split(kernels_of<AttentionSplitKernels>(handle), q, k, v, out, lse, scale,
-                             is_causal);
+                             is_causal, {seed, dropout});
 }
 
 // tensors: q, k, v, out, lse, dO, room for what is found of queries. to: dq, and dk and dv of each
 // query head.
 bool attention_backward(int64_t handle, const std::vector<Tensor>& tensors,
-                        const std::vector<Tensor>& to, double scale, bool is_causal) {
+                        const std::vector<Tensor>& to, double scale, bool is_causal,
+                        const std::optional<Tensor>& seed, double dropout) {
   STD_TORCH_CHECK(tensors.size() == 7 && to.size() == 3,
                   "fx_fuser: attention's backward takes 7 tensors, and makes 3");
-  const AttentionGradients call{tensors[0], tensors[1], tensors[2], tensors[3],
-                                tensors[4], tensors[5], tensors[6], to[0],
-                                to[1],      to[2],      scale,      is_causal};
+  const DropoutOfWeights of_weights{seed, dropout};
+  const AttentionGradients call{tensors[0], tensors[1], tensors[2], tensors[3], tensors[4],
+                                tensors[5], tensors[6], to[0],      to[1],      to[2],
+                                scale,      is_causal,  of_weights};
   return run_attention_backward(kernels_of<AttentionBackwardKernels>(handle), call);
 }
 
@@ -197,10 +199,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def(
       "attention_split(int kernels, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
-      "float scale, bool is_causal) -> bool");
+      "float scale, bool is_causal, Tensor? seed, float dropout) -> bool");
   m.def(
       "attention_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
-      "bool is_causal) -> bool");
+      "bool is_causal, Tensor? seed, float dropout) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {

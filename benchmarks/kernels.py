@@ -421,6 +421,8 @@ def attention_split(
     lse: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> bool:
     """out = softmax(scale · q kᵀ) v, as exact as in float32 arithmetic; the softmax is over keys.
 
@@ -435,11 +437,15 @@ def attention_split(
             have rows up to a multiple of 32, which receive infinity.
         scale: positive; None: 1 / sqrt(D).
         is_causal: query i sees keys 0...i.
+        seed: one number of int64, by which `fx_fuser.ops.attention_dropout` says which weights are
+            dropped.
+        dropout: the share of weights that is dropped, 0 where `spec` drops none.
 
     Returns, raises: as `linear_split`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _taken("attention_split", spec, out, q, k, v, out, lse, scale, is_causal)
+    tensors = q, k, v, out, lse
+    return _taken("attention_split", spec, out, *tensors, scale, is_causal, seed, dropout)
 
 
 def attention_backward(
@@ -453,13 +459,16 @@ def attention_backward(
     to: Sequence[Tensor],
     scale: float | None = None,
     is_causal: bool = False,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> bool:
     """The gradients of `attention_split`'s out. Deterministic.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.attention.backward_spec_of`, see
             kernels_cu/attention/attention_backward_sm90.cuh.
-        q, k, v, out, lse, scale, is_causal: as `attention_split` had them, or made them.
+        q, k, v, out, lse, scale, is_causal, seed, dropout: as `attention_split` had them, or made
+            them.
         d_out: the gradient of out, as q.
         to: receive the gradients: dq, as q; dk and dv of each query head, [B, H, keys, D]. Those of
             heads that share keys are to be added up.
@@ -471,4 +480,5 @@ def attention_backward(
     padded = -(-queries // 128) * 128
     of_queries = torch.empty(batches, heads, padded, 4, device=q.device)  # kAttentionQueryFloats
     tensors = [q, k, v, out, lse, d_out, of_queries]
-    return _taken("attention_backward", spec, out, tensors, list(to), scale, is_causal)
+    given = scale, is_causal, seed, dropout
+    return _taken("attention_backward", spec, out, tensors, list(to), *given)

@@ -21,55 +21,75 @@ SHAPES = ((64, 128, 128), (128, 128, 64))
 # Of kAttentionBackwardShapes, likewise: a block's rows, queries or keys, and a tile's.
 BACKWARD_SHAPES = ((64, 128, 64), (128, 128, 64))
 
-# By the largest head, the shape that graphs run.
+# kDropoutSteps and kMostDropped, likewise: dropout is a share of so many, at most of so many.
+DROPOUT_STEPS = 1 << 15
+MOST_DROPPED = 0x7C00
+
+# By the largest head, the shape that graphs run; and where weights are dropped.
 _FORWARD_OF = {64: 0, 128: 1}
 _BACKWARD_OF = {64: 0, 128: 1}
+_DROPPING_OF = {64: 0}
 
 
 @functools.cache
-def attention_split(shape: int) -> Family:
+def attention_split(shape: int, dropout: bool) -> Family:
     """shape: of SHAPES."""
     return Family(
         "attention/attention_split_sm90.cuh",
         "FX_FUSER_ATTENTION_SPLIT",
         "attention_split",
         "sm_90a",
-        sizes=(shape,),
+        sizes=(shape, int(dropout)),
     )
 
 
 @functools.cache
-def spec_of(shape: int) -> KernelSpec:
-    return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, attention_split(shape))
+def spec_of(shape: int, dropout: bool = False) -> KernelSpec:
+    family = attention_split(shape, dropout)
+    return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, family)
 
 
 @functools.cache
-def attention_backward(shape: int) -> Family:
+def attention_backward(shape: int, dropout: bool) -> Family:
     """shape: of BACKWARD_SHAPES."""
     return Family(
         "attention/attention_backward_sm90.cuh",
         "FX_FUSER_ATTENTION_BACKWARD",
         "attention_backward",
         "sm_90a",
-        sizes=(shape,),
+        sizes=(shape, int(dropout)),
     )
 
 
 @functools.cache
-def backward_spec_of(shape: int) -> KernelSpec:
-    family = attention_backward(shape)
+def backward_spec_of(shape: int, dropout: bool = False) -> KernelSpec:
+    family = attention_backward(shape, dropout)
     return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, family)
 
 
-def spec_for(d: int, backward: bool = False) -> KernelSpec | None:
+def steps_of(dropout: float) -> int:
+    """The share that is dropped, as kernels and torch's formula have it."""
+    return round(dropout * DROPOUT_STEPS)
+
+
+def spec_for(d: int, backward: bool = False, dropout: float = 0.0) -> KernelSpec | None:
     """The kernel of graphs for heads of so many elements; None where there is none."""
     of, made = (_BACKWARD_OF, backward_spec_of) if backward else (_FORWARD_OF, spec_of)
-    return next((made(of[most]) for most in sorted(of) if 0 < d <= most and d % 8 == 0), None)
+    if dropout != 0:
+        of = _DROPPING_OF if 0 < steps_of(dropout) <= MOST_DROPPED else {}
+    fits = (most for most in sorted(of) if 0 < d <= most and d % 8 == 0)
+    return next((made(of[most], dropout != 0) for most in fits), None)
 
 
 def offered() -> list[KernelSpec]:
     """All that `spec_for` gives."""
-    return [*map(spec_of, _FORWARD_OF.values()), *map(backward_spec_of, _BACKWARD_OF.values())]
+    backward = map(backward_spec_of, _BACKWARD_OF.values())
+    return [*map(spec_of, _FORWARD_OF.values()), *backward, *_dropping()]
+
+
+def _dropping() -> list[KernelSpec]:
+    shapes = _DROPPING_OF.values()
+    return [made(shape, True) for made in (spec_of, backward_spec_of) for shape in shapes]
 
 
 def examples(arch: str) -> list[KernelSpec]:
@@ -77,4 +97,5 @@ def examples(arch: str) -> list[KernelSpec]:
     if arch != "sm_90a":
         return []
     forward = [spec_of(shape) for shape in range(len(SHAPES))]
-    return [*forward, *(backward_spec_of(shape) for shape in range(len(BACKWARD_SHAPES)))]
+    backward = [backward_spec_of(shape) for shape in range(len(BACKWARD_SHAPES))]
+    return [*forward, *backward, *_dropping()]

@@ -5,7 +5,11 @@ what its backward does, in the same layouts. Each reads what the other of torch'
 and each row's logarithm of the sum of exponentials, which has rows to a multiple of 32, infinity
 beyond the queries. A head of keys and values may be for several neighbouring ones of queries.
 
-On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs by torch's.
+`dropout` is the share of weights that is dropped, `seed`, one number of int64, says which
+(`fx_fuser.ops.attention_dropout`). So they are others than torch's own operations would drop.
+
+On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs by torch's, with
+dropout by its formula.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch import Tensor
 from fx_fuser.kernels import attention
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.ops import run
+from fx_fuser.ops import attention_dropout, run
 
 FORWARD, BACKWARD = "attention", "attention_backward"
 LSE_ROWS = 32  # torch's logarithms have a multiple of so many
@@ -32,7 +36,7 @@ def _heads_like(q: Tensor, rows: int) -> Tensor:
     return q.new_empty((batch, rows, heads, d)).transpose(1, 2)
 
 
-def _of_each(q: Tensor, k: Tensor) -> Tensor:
+def of_each_head(q: Tensor, k: Tensor) -> Tensor:
     """k, or v, of each head of queries; no copy of a single one."""
     times = q.shape[1] // k.shape[1]
     if times == 1:
@@ -48,9 +52,22 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
+def _factors(q: Tensor, k: Tensor, seed: Tensor | None, dropout: float) -> Tensor | float:
+    """Of each weight: what dropout multiplies it by."""
+    if dropout == 0:
+        return 1.0
+    if seed is None:
+        raise ValueError("dropout of attention has no seed")
+    batch, heads, queries, _ = q.shape
+    sizes = batch * heads, queries, k.shape[2]
+    made = attention_dropout.factors(seed, *sizes, dropout, q.dtype)
+    return made.unflatten(0, (batch, heads))
+
+
 def _forward_like(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float, causal: bool, save: bool
-) -> list[Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float, causal: bool, save: bool,
+    seed: Tensor | None = None, dropout: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
     out, queries = _heads_like(q, q.shape[2]), q.shape[2]
     if not save:
         return [out]
@@ -58,16 +75,17 @@ def _forward_like(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float, causal: bool, save: bool
-) -> list[Tensor]:
-    k, v = _of_each(q, k), _of_each(q, v)
-    if q.is_cuda:
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float, causal: bool, save: bool,
+    seed: Tensor | None = None, dropout: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
+    k, v = of_each_head(q, k), of_each_head(q, v)
+    if q.is_cuda and dropout == 0:
         torchs = _aten._scaled_dot_product_efficient_attention.default
         found = torchs(q, k, v, None, save, 0.0, causal, scale=scale)
         return [*found[: 2 if save else 1]]
     made = _forward_like(q, k, v, kernel, scale, causal, save)
     scores = _scores(q, k, scale, causal)
-    made[0].copy_(scores.softmax(-1) @ v)
+    made[0].copy_((scores.softmax(-1) * _factors(q, k, seed, dropout)) @ v)
     for lse in made[1:]:
         lse.fill_(torch.inf)[..., : q.shape[2]] = scores.logsumexp(-1)
     return made
@@ -75,27 +93,28 @@ def _forward(
 
 def _backward_like(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    kernel: str, scale: float, causal: bool,
+    kernel: str, scale: float, causal: bool, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
     return [_heads_like(q, rows) for rows in (q.shape[2], k.shape[2], k.shape[2])]
 
 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    kernel: str, scale: float, causal: bool,
+    kernel: str, scale: float, causal: bool, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
     """dq, and dk and dv of each head of queries."""
-    k, v = _of_each(q, k), _of_each(q, v)
-    if q.is_cuda:
+    k, v = of_each_head(q, k), of_each_head(q, v)
+    if q.is_cuda and dropout == 0:
         torchs = _aten._scaled_dot_product_efficient_attention_backward.default
-        seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # not read
-        tensors = d_out, q, k, v, None, out, lse, seed, offset
+        not_read = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # seed, offset
+        tensors = d_out, q, k, v, None, out, lse, *not_read
         return [*torchs(*tensors, 0.0, [True, True, True, False], causal, scale=scale)[:3]]
     weights = (_scores(q, k, scale, causal) - lse[..., : q.shape[2], None]).exp()
     delta = (out * d_out).sum(-1, keepdim=True)
-    d_scores = weights * (d_out @ v.mT - delta) * scale
+    factors = _factors(q, k, seed, dropout)
+    d_scores = weights * (d_out @ v.mT * factors - delta) * scale
     made = _backward_like(d_out, q, k, v, out, lse, kernel, scale, causal)
-    for to, value in zip(made, (d_scores @ k, d_scores.mT @ q, weights.mT @ d_out)):
+    for to, value in zip(made, (d_scores @ k, d_scores.mT @ q, (weights * factors).mT @ d_out)):
         to.copy_(value)
     return made
 

@@ -445,6 +445,7 @@ def contract() -> list[str]:
         f"tiles {' '.join(f'{m}x{n}' for m, n in TILES)}",
         f"combs {' '.join(map(_comb, range(len(COMB_TILES))))}",
         f"attention {_shapes_text(attention.SHAPES)}",
+        f"dropout {attention.MOST_DROPPED}/{attention.DROPOUT_STEPS}",
         f"backward {_shapes_text(attention.BACKWARD_SHAPES)}",
     ]
 

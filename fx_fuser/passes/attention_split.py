@@ -17,9 +17,9 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ from fx_fuser.kernels.base import known_sizes
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
-from fx_fuser.ops.attention_split import BACKWARD, FORWARD, LSE_ROWS
+from fx_fuser.ops.attention_split import BACKWARD, FORWARD, LSE_ROWS, of_each_head
 from fx_fuser.passes.graph_pass import GraphPass, call, loaded
 from fx_fuser.passes.products import Products
 from fx_fuser.planning import bench_ops, contest
@@ -69,7 +69,7 @@ class AttentionSplit(GraphPass):
     """fp32 attention by fp16 halves."""
 
     COUNTERS = COUNTERS
-    TARGETS = (ATTENTION, ATTENTION_BACKWARD)
+    TARGETS: ClassVar[Collection[Any]] = (ATTENTION, ATTENTION_BACKWARD)
     KIND = "an attention"
 
     def settings(self) -> tuple[Any, ...]:
@@ -79,13 +79,13 @@ class AttentionSplit(GraphPass):
         return self._replace
 
     def _replace(self, node: Node) -> str | None:
-        site = _Site.of(node, self.on_cpu)
+        site = Site.of(node, self.on_cpu)
         if site is None or not (self.on_cpu or self._gains(site)):
             return None
         site.replace()
         return ""
 
-    def _gains(self, site: _Site) -> bool:
+    def _gains(self, site: Site) -> bool:
         if not load.runs_on(site.spec, site.device) or site.is_small():
             return False
         return bool(loaded([site.spec], site.device, "attention", self.strict)) and site.gains()
@@ -117,23 +117,27 @@ def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
         return
     if node.target is _MULTI_HEAD:
         heads, mask, rows = argument_of(node, 4, "num_heads"), node.kwargs.get("attn_mask"), 0
-        drops = argument_of(node, 10, "dropout_p") and node.kwargs.get("training") is not False
+        drops = argument_of(node, 10, "dropout_p") or 0.0
+        if node.kwargs.get("training") is False:
+            drops = 0.0
     else:
         heads, mask, rows = 1, argument_of(node, 3, "attn_mask"), -2
-        drops = argument_of(node, 4, "dropout_p")
+        drops = argument_of(node, 4, "dropout_p") or 0.0
     d = query.shape[-1]
     sizes = known_sizes(query, key)
-    if mask is not None or drops or not sizes:
+    trains = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in map(meta_tensor, inputs_of(node))
+    )
+    if mask is not None or not sizes or not isinstance(drops, (int, float)):
+        return
+    if drops and not trains:  # with no backward torch's operation stays
         return
     if not isinstance(d, int) or not isinstance(heads, int):
         return
     if _is_small(sizes[0], sizes[1][rows], device):
         return
-    trains = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in map(meta_tensor, inputs_of(node))
-    )
     for backward in (False, True) if trains else (False,):
-        spec = attention.spec_for(d // heads, backward)
+        spec = attention.spec_for(d // heads, backward, float(drops))
         if spec is not None:
             yield spec
 
@@ -148,7 +152,7 @@ def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class _Site:
+class Site:
     """A node that a function of `fx_fuser.ops.attention_split` can compute.
 
     forms: name → of what it reads; of keys and values that are repeated for several heads of
@@ -162,21 +166,23 @@ class _Site:
     one_head: bool
     scale: float
     causal: bool
+    dropout: float
     items: Mapping[int, Node]
     spec: KernelSpec
 
     @classmethod
-    def of(cls, node: Node, on_cpu: bool) -> _Site | None:
-        """Of this node; None where torch's operation stays."""
+    def of(cls, node: Node, on_cpu: bool, drops: bool = False) -> Site | None:
+        """Of this node, with dropout or without; None where torch's operation stays."""
         function = FORWARD if node.target is ATTENTION else BACKWARD
-        given, items = _arguments(node), _items(node)
-        if items is None or not _is_plain(given) or not _makes(items, given):
+        given, items = arguments_of(node), items_of(node)
+        if items is None or not _is_plain(given, drops) or not _makes(items, given):
             return None
         tensors = {name: given[name] for name in _TENSORS[function]}
         forms = _forms(tensors, "cpu" if on_cpu else "cuda")
         if forms is None or not _fit(forms):
             return None
-        spec = attention.spec_for(forms["query"].size[-1], function == BACKWARD)
+        dropout = float(given["dropout_p"])
+        spec = attention.spec_for(forms["query"].size[-1], function == BACKWARD, dropout)
         one_head = all(_is_one_head(forms[name]) for name in _OF_KEYS)
         if one_head:
             forms.update((name, _first_head(forms[name])) for name in _OF_KEYS)
@@ -189,7 +195,7 @@ class _Site:
             return None
         scale = forms["query"].size[-1] ** -0.5 if given["scale"] is None else given["scale"]
         causal = given["is_causal"]
-        return cls(node, function, forms, one_head, float(scale), causal, items, spec)
+        return cls(node, function, forms, one_head, float(scale), causal, dropout, items, spec)
 
     @property
     def device(self) -> torch.device:
@@ -200,15 +206,21 @@ class _Site:
 
     def gains(self) -> bool:
         """Is it faster than torch's, at these sizes and strides?"""
+        found = self.times()
+        return found is not None and contest.gains(found[1], found[0])
+
+    def times(self) -> tuple[float, float] | None:
+        """The GPU's of torch's and of ours, in ms; None if there are none."""
         forms = (f"{name} {form}" for name, form in self.forms.items())
-        key = (self.function, *forms, self.scale, self.causal, _LSE in self.items)
-        times = contest.times(key, self._candidates, self.device)
-        if isinstance(times, str):
-            return False
-        torchs, fused = (took.gpu for took in times)
+        saves = _LSE in self.items
+        key = (self.function, *forms, self.scale, self.causal, self.dropout, saves)
+        found = contest.times(key, self._candidates, self.device)
+        if isinstance(found, str):
+            return None
+        torchs, fused = (took.gpu for took in found)
         log.info("%s of %s: torch's %.4g ms, by halves %.4g", self.function,
                  self.forms["query"].size, torchs, fused)  # fmt: skip
-        return contest.gains(fused, torchs)
+        return torchs, fused
 
     def _candidates(self) -> list[Candidate]:
         """Torch's, and by halves."""
@@ -220,20 +232,57 @@ class _Site:
             made = run.IN_TORCH(*self._call(FORWARD, operands, True))
             for name, saved in zip(("out", "logsumexp"), made):
                 values[name].copy_(saved)
-        arguments = self._call(self.function, [*values.values()], _LSE in self.items)
-        runs = [functools.partial(op, *arguments) for op in (run.IN_TORCH, run.MANY)]
+        saves = _LSE in self.items
+        seed = torch.zeros((), dtype=torch.int64, device=self.device) if self.dropout else None
+        # The mask that ours drops by takes much memory in torch: of one sample it is enough.
+        some = [t[:1] if self.dropout else t for t in values.values()]
+        checked = self._call(self.function, some, saves, seed)
+        runs = [functools.partial(op, *checked) for op in (run.IN_TORCH, run.MANY)]
         bench_ops.compare(runs, "attention by halves", torch.float32)
-        return [*map(Candidate, runs)]
+        ours = functools.partial(
+            run.MANY, *self._call(self.function, [*values.values()], saves, seed)
+        )
+        return [
+            Candidate(self._torchs_dropping(values) if self.dropout else runs[0]),
+            Candidate(ours),
+        ]
 
-    def _call(self, function: str, tensors: Sequence[Any], save: bool) -> run.Arguments:
+    def _torchs_dropping(self, values: Mapping[str, Tensor]) -> Callable[[], object]:
+        """Torch's operation, which drops other weights than ours does."""
+        of_each = {n: of_each_head(values["query"], values[n]) for n in _OF_KEYS}
+        given = [{**values, **of_each}[name] for name in _TENSORS[self.function]]
+        *_, q, k, v = given[: 4 if self.function == BACKWARD else 3]
+        named = {"scale": self.scale}
+        forward = functools.partial(
+            ATTENTION, q, k, v, None, True, self.dropout, self.causal, **named
+        )
+        if self.function == FORWARD:
+            return forward
+        d_out, *_, out, lse = given
+        saved = out, lse, *forward()[2:]
+        asked = [True, True, True, False]
+        tensors = d_out, q, k, v, None, *saved
+        return functools.partial(
+            ATTENTION_BACKWARD, *tensors, self.dropout, asked, self.causal, **named
+        )
+
+    def _call(
+        self, function: str, tensors: Sequence[Any], save: bool, seed: Any = None
+    ) -> run.Arguments:
         saved = [save] if function == FORWARD else []
-        given = self.spec.name, self.scale, self.causal, *saved
+        dropout = 0.0 if seed is None else self.dropout
+        given = self.spec.name, self.scale, self.causal, *saved, seed, dropout
         return run.arguments(function, (*tensors, *given))
 
     def replace(self) -> None:
+        self.put(self.made())
+
+    def made(self, seed: Node | None = None) -> dict[int, Node]:
+        """Index → the node that is to be this one of the results. seed: by which weights are
+        dropped."""
         graph, node = self.node.graph, self.node
         with graph.inserting_before(node):
-            arguments = self._call(self.function, self._read(), _LSE in self.items)
+            arguments = self._call(self.function, self._read(), _LSE in self.items, seed)
             if self.function == FORWARD and _LSE not in self.items:
                 made = [call(graph, node, run.ONE, *arguments)]
             else:
@@ -246,18 +295,23 @@ class _Site:
             forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
             if forms[0] != forms[1]:
                 raise RuntimeError(f"result {i} would be {forms[1]}, not {forms[0]}")
+        return new
+
+    def put(self, new: Mapping[int, Node]) -> None:
+        """In place of torch's results."""
+        graph, node = self.node.graph, self.node
         for i, item in self.items.items():
             item.replace_all_uses_with(new[i])
         for item in list(node.users):
             graph.erase_node(item)
-        repeats = [_arguments(node)[name] for name in _OF_KEYS]
+        repeats = [arguments_of(node)[name] for name in _OF_KEYS]
         graph.erase_node(node)
         for repeat in repeats:
             _erase_unread(repeat)
 
     def _read(self) -> list[Node]:
         """As they are now: another attention, which was replaced, may have made one."""
-        given = _arguments(self.node)
+        given = arguments_of(self.node)
         keys = [given[name] for name in _OF_KEYS]
         if self.one_head:
             keys = [call(n.graph, n, _aten.slice.Tensor, n, 1, 0, 1) for n in keys]
@@ -267,7 +321,7 @@ class _Site:
         return [given[name] for name in _TENSORS[self.function]]
 
 
-def _arguments(node: Node) -> dict[str, Any]:
+def arguments_of(node: Node) -> dict[str, Any]:
     """By name, with those that are not given."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     names = [argument.name for argument in schema]
@@ -275,7 +329,7 @@ def _arguments(node: Node) -> dict[str, Any]:
     return {**defaults, **dict(zip(names, node.args)), **node.kwargs}
 
 
-def _items(node: Node) -> dict[int, Node] | None:
+def items_of(node: Node) -> dict[int, Node] | None:
     """Index → the node that takes this one of the results, if something reads it; None if one is
     used in another way."""
     found: dict[int, Node] = {}
@@ -287,14 +341,15 @@ def _items(node: Node) -> dict[int, Node] | None:
     return found
 
 
-def _is_plain(given: Mapping[str, Any]) -> bool:
-    """Is it attention without a bias and without dropout, whose numbers do not change?"""
+def _is_plain(given: Mapping[str, Any], drops: bool) -> bool:
+    """Is it attention without a bias, with dropout or without, whose numbers do not change?"""
     scale = given["scale"]
     if given["attn_bias"] is not None or type(given["is_causal"]) is not bool:
         return False
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         return False
-    return isinstance(given["dropout_p"], (int, float)) and given["dropout_p"] == 0
+    dropout = given["dropout_p"]
+    return isinstance(dropout, (int, float)) and (0 < dropout < 1 if drops else dropout == 0)
 
 
 def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:

@@ -40,7 +40,7 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
-from fx_fuser.passes import attention_split, products
+from fx_fuser.passes import attention_dropout, attention_split, products
 from fx_fuser.passes.graph_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
 from fx_fuser.planning import bench_ops
@@ -225,8 +225,9 @@ class Passes:
         if last is None:
             return {}
         first = pass_for(self.options, last, self.narrow)
-        passes: dict[str, Any] = {LAST_PASS: attention_split.behind(last)}
-        return passes if first is None else {JOINT_PASS: first, **passes}
+        before = self.options.users_pass(JOINT_PASS) if first is None else first
+        dropout = attention_dropout.AttentionDropout(last.strict, last.on_cpu, before)
+        return {JOINT_PASS: dropout, LAST_PASS: attention_split.behind(last)}
 
 
 def pass_for(options: Options, last: Products, narrow: Sequence[torch.dtype]) -> Provenance | None:

@@ -13,14 +13,15 @@ struct AttentionBackwardShape {
   bool apart;  // dv has a pass of its own
 
   // Where registers are too few, hi of dO or v is in shared memory, as lo of all rows is.
-  constexpr bool keeps_second() const { return tiles.d <= 64; }
-  constexpr int shared_bytes() const {
-    const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second() ? 2 : 3);
+  constexpr bool keeps_second(bool drops) const { return tiles.d <= 64 && !drops; }
+  constexpr int shared_bytes(bool drops) const {
+    const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second(drops) ? 2 : 3);
     const int columns = (tiles.words() + 15) / 16 * 16 +
                         (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
                         (tiles.slots * tiles.keys + tiles.rows()) * 8 + tiles.rows() /*exponent*/ +
                         tiles.consumers * 4 * 20 /*of a warp*/;
-    return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns;
+    return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns +
+           tiles.dropped_bytes(drops);
   }
 };
 
@@ -49,6 +50,7 @@ struct AttentionDeltaArgs {
   int32_t is_causal;
   float truncated_by_key;  // truncated_by(1)
   float d_weights_truncated;
+  AttentionDropout dropout;
 };
 
 struct AttentionBackwardArgs {
@@ -62,7 +64,7 @@ struct AttentionBackwardArgs {
   float log_scale;      // of the logits, by log2(e)
   float scale_of_sums;  // as AttentionSplitArgs'
   float undo_truncation;
-  float scale;
+  float scale;  // with dropout's factor, as all that is made of weights is without
   int32_t d;
   int32_t row_count;
   int32_t column_count;    // rows of tiles
@@ -75,6 +77,7 @@ struct AttentionBackwardArgs {
   int32_t units;
   int32_t group;
   int32_t is_causal;
+  AttentionDropout dropout;
 };
 
 }  // namespace fx_fuser

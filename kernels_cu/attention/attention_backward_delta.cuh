@@ -8,7 +8,9 @@ namespace fx_fuser::attention_backward {
 
 using namespace attention_split;
 
-// Also of queries beyond the last one, which are none.
+// Also of queries beyond the last one, which are none. With dropout D and delta are smaller by its
+// factor, so that it is but once in a gradient.
+template <bool kDrops>
 __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t index = int64_t{blockIdx.x} * kAttentionDeltaWarps + threadIdx.x / 32;
@@ -19,6 +21,7 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   float sum = 0;
   float terms = 0;
   float largest = 0;
+  bool has_out = false;
   if (is_there && 4 * lane < args.d) {
     const int batch = head / args.heads;
     const auto load = [&](const AttentionRows& rows) {
@@ -30,10 +33,19 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
     sum = a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w);
     terms = fabsf(a.x * b.x) + fabsf(a.y * b.y) + (fabsf(a.z * b.z) + fabsf(a.w * b.w));
     largest = largest_of(b);
+    has_out = a.x != 0 || a.y != 0 || a.z != 0 || a.w != 0;
   }
   sum = sum_of_warp(sum);
   terms = sum_of_warp(terms);
   largest = largest_of_warp(largest);
+  if constexpr (kDrops) {
+    sum *= args.dropout.kept;
+    terms *= args.dropout.kept;
+    // Where all keys are dropped, D is zeros as well, and nothing is lost of it.
+    const int seen = args.is_causal ? min(args.keys, query + 1) : args.keys;
+    const bool may_be_nothing = !__any_sync(0xFFFFFFFF, has_out) && is_there;
+    if (may_be_nothing && are_all_dropped(args.dropout, head, query, seen)) terms = infinity();
+  }
   if (lane != 0) return;
   constexpr float kLog2OfE = 1.44269504088896341f;
   const float lse =

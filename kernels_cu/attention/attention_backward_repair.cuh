@@ -52,8 +52,7 @@ struct Repair {
 
   __device__ __forceinline__ void run_rows(int first_row) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const AttentionQuery* queries =
-        args.of_queries + int64_t{unit.batch * args.heads + unit.head} * args.padded;
+    const AttentionQuery* queries = args.of_queries + int64_t{head_of(args, unit)} * args.padded;
     const Seen seen = seen_by(first_row);
     constexpr float kOnes[kRowsAtOnce] = {1, 1, 1, 1};
     SumsInFp32<L::kD> d_values;
@@ -75,7 +74,16 @@ struct Repair {
         weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.lse));
         // delta is too small by what the tensor core truncates, which fp32 arithmetic does not.
         const float delta = query.delta * args.undo_truncation;
-        if constexpr (L::kMakesRows) gradient[r] = weight[r] * (gradient[r] - delta);
+        bool drops = false;
+        if constexpr (L::kDrops) {
+          const int row = first_row + r;
+          drops = is_dropped(args.dropout, head_of(args, unit), L::kHasColumns ? column : row,
+                             L::kHasColumns ? row : column);
+        }
+        if constexpr (L::kMakesRows) {
+          gradient[r] = weight[r] * ((drops ? 0 : gradient[r]) - delta);
+        }
+        if (drops) weight[r] = 0;
       }
       if constexpr (L::kMakesValues) d_values.add(tiles(1), first, seen, args.d, weight, kOnes);
       if constexpr (L::kMakesRows) d_rows.add(tiles(0), first, seen, args.d, gradient, kOnes);
@@ -87,7 +95,9 @@ struct Repair {
       const auto to = [&](const AttentionRows& of) {
         return row_at(of, unit.batch, unit.head, row);
       };
-      if constexpr (L::kMakesValues) d_values.store(to(args.d_values), args.d, r, 1);
+      if constexpr (L::kMakesValues) {
+        d_values.store(to(args.d_values), args.d, r, L::kDrops ? args.dropout.factor : 1);
+      }
       if constexpr (L::kMakesRows) d_rows.store(to(args.d_rows), args.d, r, args.scale);
     }
   }

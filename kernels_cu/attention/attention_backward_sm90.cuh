@@ -13,7 +13,10 @@
 // Of G each row has, in each tile, the scale of its largest. Products of each tile begin at zero,
 // and fp32 sums take them, with all scales undone.
 //
-//   FX_FUSER_ATTENTION_BACKWARD(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
+// With dropout D and P that goes into dv are zero where a weight is dropped; the factor of those
+// that are kept goes into the results, and delta is divided by it.
+//
+//   FX_FUSER_ATTENTION_BACKWARD(/*shape*/ 0, /*drops*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                               /*Out*/ float, /*q, k, v*/ float)
 #pragma once
 
@@ -51,11 +54,13 @@ struct Scores {
 
   // query_of(i): of the eight columns from 2i on.
   template <class QueryOf>
-  __device__ __forceinline__ void make(const QueryOf& query_of, Weights<L>& weights,
-                                       float (&largest)[2]) {
+  __device__ __forceinline__ void make(typename L::Shared& shared, const QueryOf& query_of,
+                                       Weights<L>& weights, float (&largest)[2]) {
 #pragma unroll
     for (int i = 0; i < L::kScores; i += 4) {
       const auto of_queries = query_of(i);
+      uint32_t dropped = 0;
+      if constexpr (L::kDrops) dropped = Dropped<L>::word_of(shared, i / 32);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float weight[2];
@@ -65,9 +70,11 @@ struct Scores {
           const AttentionOfQuery query = of_queries.at(r, t);
           weight[t] = ptx::exp2(fmaf(score[at], score_unscale[r], -query.lse));
           if constexpr (L::kMakesRows) {
-            other[at] = weight[t] * fmaf(other[at], other_unscale[r], -query.delta);
+            const float less = fmaf(other[at], other_unscale[r], -query.delta);
+            other[at] = weight[t] * (Dropped<L>::has(dropped, at) ? -query.delta : less);
             largest[r] = fmaxf(largest[r], fabsf(other[at]));
           }
+          if (Dropped<L>::has(dropped, at)) weight[t] = 0;
         }
         if constexpr (L::kMakesValues) {
           // Not in the exponent, whose fraction it would take.
@@ -283,6 +290,7 @@ struct Consumer {
       const uint32_t at = ptx::shared_address(shared.column[of_first.slot()]) +
                           2 * place.c * uint32_t{sizeof(AttentionOfQuery)};
       scores.make(
+          shared,
           [&](int i) {
             return QueriesOfColumns{ptx::load_shared(at + 2 * i * sizeof(AttentionOfQuery))};
           },
@@ -295,7 +303,7 @@ struct Consumer {
         const uint32_t of_row = at + 8 * r * sizeof(AttentionOfQuery);
         of_rows.of_row[r] = {ptx::load_shared_word(of_row), ptx::load_shared_word(of_row + 4)};
       }
-      scores.make([&](int) { return of_rows; }, weights, largest);
+      scores.make(shared, [&](int) { return of_rows; }, weights, largest);
     }
     if constexpr (L::kMakesRows) scores.halve(largest, gradient, unscale);
   }
@@ -342,6 +350,11 @@ struct Consumer {
       pipeline.advance();
       const State of_second = pipeline;  // values for dO, dO for v
       pipeline.advance();
+      if constexpr (L::kDrops) {  // beside another consumer's products
+        const Place place = place_here();
+        Dropped<L>::find(shared, args.dropout, head_of(args, unit), place.g, place.c,
+                         place.row_of(unit, 0), tile * L::kKeys);
+      }
       Scores<L> scores;
       multiply_rows(of_first, of_second, scores);
       const float second_factor = L::kMakesRows ? shared.beside[of_second.slot()].factor : 0;
@@ -434,7 +447,10 @@ struct Consumer {
       const auto to = [&](const AttentionRows& rows) {
         return row_at(rows, unit.batch, unit.head, row);
       };
-      if constexpr (L::kMakesValues) store_row(to(args.d_values), args.d, place, r, d_values, 1);
+      if constexpr (L::kMakesValues) {
+        const float factor = L::kDrops ? args.dropout.factor : 1;
+        store_row(to(args.d_values), args.d, place, r, d_values, factor);
+      }
       if constexpr (L::kMakesRows) {
         store_row(to(args.d_rows), args.d, place, r, d_rows, args.scale);
       }
@@ -444,9 +460,9 @@ struct Consumer {
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-template <int kShape, Pass kPass>
+template <int kShape, bool kDrops, Pass kPass>
 __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
-  using L = Layout<kShape, kPass>;
+  using L = Layout<kShape, kPass, kDrops>;
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
@@ -471,13 +487,13 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
 }
 
 // dk, and dv where it has no pass of its own.
-template <int kShape>
+template <int kShape, bool kDrops>
 __device__ __forceinline__ void run_keys(const AttentionBackwardArgs& args) {
-  run<kShape, Shape<kShape>::kOf.apart ? Pass::kKeys : Pass::kKeysAndValues>(args);
+  run<kShape, kDrops, Shape<kShape>::kOf.apart ? Pass::kKeys : Pass::kKeysAndValues>(args);
 }
-template <int kShape>
+template <int kShape, bool kDrops>
 __device__ __forceinline__ void run_values(const AttentionBackwardArgs& args) {
-  if constexpr (Shape<kShape>::kOf.apart) run<kShape, Pass::kValues>(args);
+  if constexpr (Shape<kShape>::kOf.apart) run<kShape, kDrops, Pass::kValues>(args);
 }
 
 }  // namespace fx_fuser::attention_backward
@@ -488,12 +504,12 @@ __device__ __forceinline__ void run_values(const AttentionBackwardArgs& args) {
       name(const __grid_constant__ fx_fuser::AttentionBackwardArgs args) { \
     fx_fuser::attention_backward::__VA_ARGS__(args);                       \
   }
-#define FX_FUSER_ATTENTION_BACKWARD(shape, ...)                                             \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kAttentionDeltaWarps * 32)         \
-      fx_fuser_attention_delta(const __grid_constant__ fx_fuser::AttentionDeltaArgs args) { \
-    fx_fuser::attention_backward::find_deltas(args);                                        \
-  }                                                                                         \
-  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_queries,                              \
-                          run<shape, fx_fuser::attention_backward::Pass::kQueries>)         \
-  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_keys, run_keys<shape>)                \
-  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_values, run_values<shape>)
+#define FX_FUSER_ATTENTION_BACKWARD(shape, drops, ...)                                            \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kAttentionDeltaWarps * 32)               \
+      fx_fuser_attention_delta(const __grid_constant__ fx_fuser::AttentionDeltaArgs args) {       \
+    fx_fuser::attention_backward::find_deltas<(drops) != 0>(args);                                \
+  }                                                                                               \
+  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_queries,                                    \
+                          run<shape, (drops) != 0, fx_fuser::attention_backward::Pass::kQueries>) \
+  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_keys, run_keys<shape, (drops) != 0>)        \
+  FX_FUSER_ATTENTION_PASS(shape, fx_fuser_attention_d_values, run_values<shape, (drops) != 0>)

@@ -23,16 +23,17 @@ struct Shape {
   static constexpr AttentionShape kIs = kOf.tiles;
 };
 
-template <int kShape, Pass kPass>
+template <int kShape, Pass kPass, bool kDropsWeights>
 struct Layout : Tiles<Shape<kShape>> {
   using Base = Tiles<Shape<kShape>>;
   using Args = AttentionBackwardArgs;
+  static constexpr bool kDrops = kDropsWeights;
   static constexpr bool kHasColumns = kPass != Pass::kQueries;  // tiles are of queries
   static constexpr bool kMultipliesBoth = true;
   static constexpr bool kTellsUnits = false;
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
-  static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second();
+  static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second(kDrops && kHasColumns);
 
   struct HiOfSecond {
     typename Base::Rows second_hi;
@@ -42,7 +43,7 @@ struct Layout : Tiles<Shape<kShape>> {
     typename Base::Rows first_lo;
     typename Base::Rows second_lo;
   };
-  struct Shared : Base::template Pipeline<LoOfBoth> {
+  struct Own : Base::template Pipeline<LoOfBoth> {
     alignas(16) int first_column[Base::kStaged];  // in of_queries
     // Where rows are queries, theirs lie here: 64 a warpgroup.
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
@@ -52,7 +53,9 @@ struct Layout : Tiles<Shape<kShape>> {
     alignas(8) TilesSoFar so_far_of_warp[4 * Base::kConsumers][2];  // first, second
     int unit_of_warp[4 * Base::kConsumers];
   };
-  static_assert(sizeof(Shared) == Shape<kShape>::kOf.shared_bytes());
+  using Shared = typename Base::template Beside<Own, kDrops>;
+  // With dropout dq's pass has more in registers.
+  static_assert(sizeof(Shared) <= Shape<kShape>::kOf.shared_bytes(kDrops));
 
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {
     Unit unit = attention_split::place_at(args, index);

@@ -37,9 +37,11 @@ struct AttentionShape {
     return slots * (2 * 8 /*barriers*/ + 16 /*beside*/) + 2 * 8 /*so far*/ + staged * 8 +
            2 * 2 * 4 * 4 * producers /*largest, strain*/;
   }
-  constexpr int shared_bytes() const {
+  // A bit a score.
+  constexpr int dropped_bytes(bool drops) const { return drops ? rows() * keys / 8 : 0; }
+  constexpr int shared_bytes(bool drops) const {
     return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16 +
-           kAttentionUnits * 7 * 4;
+           kAttentionUnits * 7 * 4 + dropped_bytes(drops);
   }
 };
 
@@ -71,6 +73,16 @@ struct AttentionQuery {
 };
 constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
 
+// What the kernels that drop weights are told (attention_dropout.cuh).
+struct AttentionDropout {
+  const int64_t* seed;
+  uint32_t below;    // kDropoutSteps times the share that is dropped, as two fp16
+  float kept = 1;    // the share that is not
+  float factor = 1;  // of those that are kept: 1 / kept
+};
+constexpr int kDropoutSteps = 1 << 15;
+constexpr int kMostDropped = 0x7C00;  // of those: fp16's infinity
+
 // The tensor core truncates as it adds up. Measured on an H200 (2026-11-28, NOTES.md): a sum of
 // three products of halves over D elements is too small by 1.4e-9 D to 3.4e-9 D of itself, of
 // random and of positive values.
@@ -99,6 +111,7 @@ struct AttentionSplitArgs {
   int32_t units;         // a block's queries of one head
   int32_t group;         // heads whose units are taken before the next heads'
   int32_t is_causal;
+  AttentionDropout dropout;
 };
 
 }  // namespace fx_fuser

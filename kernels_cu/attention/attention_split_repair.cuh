@@ -123,7 +123,7 @@ __device__ __forceinline__ float sum_of_warp(float value) {
 }
 
 // out and lse of kRowsAtOnce queries.
-template <int kD>
+template <class L>
 __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, const Unit& unit,
                                                int first_query) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, c
   Seen seen;
   float largest[kRowsAtOnce];
   float sum[kRowsAtOnce];
-  SumsInFp32<kD> out;
+  SumsInFp32<L::kD> out;
   out.clear();
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r) {
@@ -160,6 +160,11 @@ __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, c
       rescale[r] = ptx::exp2(largest[r] - offset);
       sum[r] = fmaf(sum[r], rescale[r], sum_of_warp(weight[r]));
       largest[r] = high;
+      if constexpr (L::kDrops) {
+        if (is_dropped(args.dropout, head_of(args, unit), first_query + r, first + lane)) {
+          weight[r] = 0;
+        }
+      }
     }
     out.add(v, first, seen, args.d, weight, rescale);
   }
@@ -167,20 +172,21 @@ __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, c
   for (int r = 0; r < kRowsAtOnce; ++r) {
     const int query = first_query + r;
     if (query >= args.queries) break;
-    out.store(row_at(args.out, unit.batch, unit.head, query), args.d, r, 1 / sum[r]);
+    const float factor = L::kDrops ? args.dropout.factor : 1;
+    out.store(row_at(args.out, unit.batch, unit.head, query), args.d, r, factor / sum[r]);
     if (args.lse == nullptr || lane != 0) continue;
     *lse_of(args, unit, query) = (largest[r] + log2f(sum[r])) * kLn2;
   }
 }
 
 // The warp's queries of a unit.
-template <int kD>
+template <class L>
 __device__ __forceinline__ void repair(const AttentionSplitArgs& args, const Unit& unit,
                                        int first_query) {
   __syncwarp();  // what its lanes have stored of these rows is written over
 #pragma unroll 1
   for (int row = first_query; row < first_query + kRowsOfWarp; row += kRowsAtOnce) {
-    if (row < args.queries) repair_queries<kD>(args, unit, row);
+    if (row < args.queries) repair_queries<L>(args, unit, row);
   }
 }
 

@@ -4,6 +4,7 @@
 // eight columns 2c and 2c + 1.
 #pragma once
 
+#include "attention/attention_dropout.cuh"
 #include "attention/attention_split_sure.cuh"
 
 namespace fx_fuser::attention_split {
@@ -188,10 +189,11 @@ struct RowState {
     }
   }
 
-  // unscale: what makes a score a logit.
+  // unscale: what makes a score a logit. Weights that are dropped are in the sum, as softmax is
+  // ahead of dropout.
   template <class L>
-  __device__ __forceinline__ void take(const float (&score)[L::kScores], const float (&unscale)[2],
-                                       Weights<L>& weights) {
+  __device__ __forceinline__ void take(typename L::Shared& shared, const float (&score)[L::kScores],
+                                       const float (&unscale)[2], Weights<L>& weights) {
     float offset[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -208,12 +210,16 @@ struct RowState {
     float of_tile[2] = {0, 0};  // a sum of so many terms would lose more
 #pragma unroll
     for (int i = 0; i < L::kScores; i += 4) {
+      uint32_t dropped = 0;
+      if constexpr (L::kDrops) dropped = Dropped<L>::word_of(shared, i / 32);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float left = ptx::exp2(fmaf(score[i + 2 * r], unscale[r], -offset[r]));
         const float right = ptx::exp2(fmaf(score[i + 2 * r + 1], unscale[r], -offset[r]));
         of_tile[r] += left + right;
-        const SplitPair both = split(left, right);
+        const int at = i + 2 * r;
+        const SplitPair both = split(Dropped<L>::has(dropped, at) ? 0 : left,
+                                     Dropped<L>::has(dropped, at + 1) ? 0 : right);
         weights.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
         weights.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
       }
@@ -267,7 +273,7 @@ __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r
 
 __device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const Unit& unit,
                                          int query) {
-  return args.lse + int64_t{unit.batch * args.heads + unit.head} * args.lse_rows + query;
+  return args.lse + int64_t{head_of(args, unit)} * args.lse_rows + query;
 }
 
 // value_scale: of the results so far.
@@ -283,7 +289,7 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
     if (is_there) {
       const float factor = Scale::unscale_of(value_scale) / sum[r];
       float* to = row_at(args.out, unit.batch, unit.head, query);
-      store_row(to, args.d, place, r, result, factor);
+      store_row(to, args.d, place, r, result, L::kDrops ? factor * args.dropout.factor : factor);
     }
     if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
       // Both numbers small, as the backward takes weights anew from this alone; what the offset of
@@ -312,6 +318,12 @@ struct UnitToTest {
   __device__ __forceinline__ float columns() const {
     return static_cast<float>(unit.tiles * L::kKeys);
   }
+  __device__ __forceinline__ bool drops_all(int r) const {
+    if constexpr (!L::kDrops) return false;
+    const int query = place.row_of(unit, r);
+    const int seen = args.is_causal ? min(args.keys, query + 1) : args.keys;
+    return are_all_dropped(args.dropout, head_of(args, unit), query, seen);
+  }
   // Are all sure, without a closer look?
   __device__ __forceinline__ bool is_clearly_sure(const float (&unscale)[2],
                                                   const float (&result)[L::kSums]) const {
@@ -337,10 +349,12 @@ struct UnitToTest {
     for (int r = 0; r < 2; ++r) {
       const float largest = largest_in_row(result, r) * (quantum / sum[r]);  // by all lanes
       // Weights add up to 1, and of each the halves lose as of a scaled value.
+      // Both are compared ahead of dropout's factor.
       const float of_weights = sqrtf(columns()) * tiles.largest / sum[r];
       const bool sure = is_product_sure(unscale[r], args.scale, squares[r], kLeastOperand,
                                         tiles.loss, kBearable) &&
-                        is_result_sure(largest, kLost * (quantum + of_weights));
+                        (is_result_sure(largest, kLost * (quantum + of_weights)) ||
+                         (largest == 0 && drops_all(r)));
       all_sure = all_sure && (sure || !is_there(r));
     }
     return __all_sync(0xFFFFFFFF, all_sure);

@@ -13,8 +13,8 @@
 // layout that wgmma reads; consumer warpgroups of 64 queries each take turns at the tensor core, so
 // that one's softmax runs beside the others' products. NOTES.md has the arithmetic.
 //
-//   FX_FUSER_ATTENTION_SPLIT(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float, /*Out*/ float,
-//                            /*q, k, v*/ float)
+//   FX_FUSER_ATTENTION_SPLIT(/*shape*/ 0, /*drops*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
+//                            /*Out*/ float, /*q, k, v*/ float)
 #pragma once
 
 #include "attention/attention_split_feed_sm90.cuh"
@@ -111,6 +111,11 @@ struct Consumer {
     for (int tile = 0; tile < tile_count; ++tile) {
       float score[L::kScores];
       wait();
+      if constexpr (L::kDrops) {  // beside another consumer's products
+        const Place here = place_here();
+        Dropped<L>::find(shared, args.dropout, head_of(args, unit()), here.g, here.c,
+                         here.row_of(unit(), 0), tile * L::kKeys);
+      }
       float unscale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -143,7 +148,7 @@ struct Consumer {
         hide_from(here, end, score);
       }
       Weights<L> weights;
-      state.template take<L>(score, unscale, weights);
+      state.template take<L>(shared, score, unscale, weights);
 
       wait();
       const float scale = shared.beside[pipeline.slot()].factor;
@@ -179,7 +184,7 @@ struct Consumer {
       float squares[2];
       query.squares(at_end, 0, squares);
       if (!test.is_sure(query.unscale, squares, result)) {
-        repair<L::kD>(args, done, at_end.row_of(done, 0) - at_end.g);
+        repair<L>(args, done, at_end.row_of(done, 0) - at_end.g);
       }
     }
     if constexpr (!L::kBeginsEarly) begin_next();
@@ -188,9 +193,9 @@ struct Consumer {
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <int kShape>
+template <int kShape, bool kDrops>
 __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
-  using L = Layout<kShape>;
+  using L = Layout<kShape, kDrops>;
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
@@ -216,8 +221,8 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
 
 }  // namespace fx_fuser::attention_split
 
-#define FX_FUSER_ATTENTION_SPLIT(shape, ...)                                                   \
+#define FX_FUSER_ATTENTION_SPLIT(shape, drops, ...)                                            \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kAttentionShapes[shape].threads(), 1) \
       fx_fuser_attention_split(const __grid_constant__ fx_fuser::AttentionSplitArgs args) {    \
-    fx_fuser::attention_split::run<shape>(args);                                               \
+    fx_fuser::attention_split::run<shape, (drops) != 0>(args);                                 \
   }

@@ -94,6 +94,13 @@ struct Tiles {
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
   };
+  // Where weights are dropped: Dropped's words of consumers' threads.
+  template <class Own>
+  struct WithDropped : Own {
+    alignas(16) uint32_t dropped[kScores / 32][kConsumers * kWarpgroup];
+  };
+  template <class Own, bool kDrops>
+  using Beside = std::conditional_t<kDrops, WithDropped<Own>, Own>;
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
   static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Rows) % 1024 == 0);
 
@@ -146,16 +153,23 @@ __device__ __forceinline__ Unit place_at(const Args& args, int index) {
   return {batch, head - batch * args.heads, inside / width, 0, 0, 0, 0};
 }
 
+// Of all batches' heads of queries.
+template <class Args>
+__device__ __forceinline__ int head_of(const Args& args, const Unit& unit) {
+  return unit.batch * args.heads + unit.head;
+}
+
 template <int kShape>
 struct ForwardShape {
   static constexpr AttentionShape kIs = kAttentionShapes[kShape];
 };
 
-template <int kShape>
+template <int kShape, bool kDropsWeights>
 struct Layout : Tiles<ForwardShape<kShape>> {
   using Base = Tiles<ForwardShape<kShape>>;
   using Args = AttentionSplitArgs;
   static constexpr bool kKeepsLo = Base::kIs.keeps_lo();
+  static constexpr bool kDrops = kDropsWeights;
   static constexpr int kParts = Base::kKeys / kAttentionPromoted;  // of a tile's p v
   static_assert(kParts == 1 || kParts == 2);
   // The next unit's queries are loaded beside the end of one where registers hold both.
@@ -172,10 +186,11 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   // that there are, of which a unit has two at least, so that it writes over none that is in use.
   static constexpr int kUnits = kAttentionUnits;
   static_assert(kUnits >= (Base::kStaged + Base::kSlots + 1) / 2 + 2);
-  struct Shared : Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>> {
+  struct Own : Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>> {
     Unit unit[kUnits];
   };
-  static_assert(sizeof(Shared) == Base::kIs.shared_bytes());
+  using Shared = typename Base::template Beside<Own, kDrops>;
+  static_assert(sizeof(Shared) == Base::kIs.shared_bytes(kDrops));
 
   // The longest units come first.
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {

@@ -40,7 +40,7 @@ Tensor new_heads(const Tensor& q, int64_t rows) {
 // out and, if it is to be saved, lse. Nothing where the kernel does not take these tensors.
 std::optional<Made> make_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const std::string& kernel, double scale, bool is_causal,
-                                   bool save) {
+                                   bool save, const std::optional<Tensor>& seed, double dropout) {
   const auto* kernels = attention_kernels<AttentionSplitKernels>(kernel, q);
   if (kernels == nullptr) return std::nullopt;
   const Tensor out = new_heads(q, q.size(2));
@@ -48,15 +48,18 @@ std::optional<Made> make_attention(const Tensor& q, const Tensor& k, const Tenso
   if (save) {
     lse = new_dense(q, {q.size(0), q.size(1), padded_lse(q.size(2))}, ScalarType::Float);
   }
-  if (!run_attention_split(*kernels, q, k, v, out, lse, scale, is_causal)) return std::nullopt;
+  const DropoutOfWeights of_weights{seed, dropout};
+  if (!run_attention_split(*kernels, q, k, v, out, lse, scale, is_causal, of_weights)) {
+    return std::nullopt;
+  }
   return Made(out, lse);
 }
 
 // dq, and dk and dv of each query head, likewise.
 std::optional<Made> make_attention_backward(const Tensor& d_out, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& out, const Tensor& lse,
-                                            const std::string& kernel, double scale,
-                                            bool is_causal) {
+                                            const std::string& kernel, double scale, bool is_causal,
+                                            const std::optional<Tensor>& seed, double dropout) {
   const auto* kernels = attention_kernels<AttentionBackwardKernels>(kernel, q);
   if (kernels == nullptr) return std::nullopt;
   const Tensor d_q = new_heads(q, q.size(2));
@@ -64,8 +67,9 @@ std::optional<Made> make_attention_backward(const Tensor& d_out, const Tensor& q
   const Tensor d_v = new_heads(q, k.size(2));
   const Tensor of_queries = new_dense(
       q, {q.size(0), q.size(1), padded_queries(q), kAttentionQueryFloats}, ScalarType::Float);
-  const AttentionGradients call{q,          k,   v,   out, lse,   d_out,
-                                of_queries, d_q, d_k, d_v, scale, is_causal};
+  const DropoutOfWeights of_weights{seed, dropout};
+  const AttentionGradients call{q,   k,   v,   out,   lse,       d_out,     of_queries,
+                                d_q, d_k, d_v, scale, is_causal, of_weights};
   if (!run_attention_backward(*kernels, call)) return std::nullopt;
   return Made(std::vector<Tensor>{d_q, d_k, d_v});
 }

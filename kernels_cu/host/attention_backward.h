@@ -18,20 +18,22 @@ struct AttentionBackwardKernels {
   Kernel d_keys;
   Kernel d_values;  // of a shape in which they are apart
   AttentionBackwardShape shape;
+  bool drops;
   int64_t multiprocessors;
 };
 
 int64_t load_attention_backward(const Sources& from) {
-  const Signature types(from, 1);
+  const Signature types(from, 2);
   types.check_operands(0);
   const int shape = types.sizes[0];
   STD_TORCH_CHECK(shape >= 0 && shape < kAttentionBackwardShapeCount,
                   "fx_fuser: there is no shape ", shape, " of attention's backward by halves");
   auto kernels = std::make_unique<AttentionBackwardKernels>();
   kernels->shape = kAttentionBackwardShapes[shape];
+  kernels->drops = types.sizes[1] != 0;
   const Library library = load_library(from.cubins.at(0));
   const auto pass = [&](const char* name) {
-    return get_kernel(library, name, kernels->shape.shared_bytes());
+    return get_kernel(library, name, kernels->shape.shared_bytes(kernels->drops));
   };
   kernels->delta = get_kernel(library, "fx_fuser_attention_delta");
   kernels->d_queries = pass("fx_fuser_attention_d_queries");
@@ -61,6 +63,7 @@ struct AttentionGradients {
   const Tensor& d_v;
   double scale;
   bool is_causal;
+  const DropoutOfWeights& dropout;
 
   int64_t heads_of_key() const { return q.size(1) / k.size(1); }
   int64_t all_heads() const { return q.size(0) * q.size(1); }
@@ -81,10 +84,10 @@ struct AttentionGradients {
                     kAttentionQueryFloats, "] of float32");
   }
 
-  bool is_taken(const AttentionBackwardShape& shape) const {
+  bool is_taken(const AttentionBackwardShape& shape, const AttentionDropout& told) const {
     constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
     if (q.size(3) > shape.tiles.d || q.size(3) % 8 != 0 || q.size(2) == 0 || k.size(2) == 0 ||
-        !is_attention_scale(scale)) {
+        !is_attention_scale(scale * told.factor)) {
       return false;
     }
     for (const Tensor* tensor : {&q, &k, &v, &out, &d_out, &d_q, &d_k, &d_v}) {
@@ -99,7 +102,7 @@ struct AttentionGradients {
     return reinterpret_cast<AttentionQuery*>(of_queries.data_ptr());
   }
 
-  AttentionDeltaArgs delta_args() const {
+  AttentionDeltaArgs delta_args(const AttentionDropout& told) const {
     AttentionDeltaArgs args{};
     args.out = rows_of(out);
     args.d_out = rows_of(d_out);
@@ -115,11 +118,13 @@ struct AttentionGradients {
     args.is_causal = is_causal ? 1 : 0;
     args.truncated_by_key = static_cast<float>(truncated_by(1));
     args.d_weights_truncated = static_cast<float>(d_weights_truncated_by(q.size(3)));
+    args.dropout = told;
     return args;
   }
 
   // Of a pass whose rows are queries, or keys.
-  AttentionBackwardArgs pass_args(const AttentionBackwardShape& shape, bool of_queries_rows) const {
+  AttentionBackwardArgs pass_args(const AttentionBackwardShape& shape, const AttentionDropout& told,
+                                  bool of_queries_rows) const {
     const Tensor& first = of_queries_rows ? q : k;
     const Tensor& second = of_queries_rows ? d_out : v;
     const Tensor& first_tiles = of_queries_rows ? k : q;
@@ -140,7 +145,7 @@ struct AttentionGradients {
     args.log_scale = static_cast<float>(scale * kLog2OfE);
     args.scale_of_sums = static_cast<float>(scale * kLog2OfE * (1 + truncated_by(q.size(3))));
     args.undo_truncation = static_cast<float>(1 / (1 - d_weights_truncated_by(q.size(3))));
-    args.scale = static_cast<float>(scale);
+    args.scale = static_cast<float>(scale * told.factor);
     args.d = static_cast<int32_t>(q.size(3));
     args.row_count = static_cast<int32_t>(first.size(2));
     args.column_count = static_cast<int32_t>(first_tiles.size(2));
@@ -154,6 +159,7 @@ struct AttentionGradients {
     args.group =
         static_cast<int32_t>(std::min(all_heads(), near_heads(first_tiles, args.heads_of_tiles)));
     args.is_causal = is_causal ? 1 : 0;
+    args.dropout = told;
     return args;
   }
 };
@@ -164,21 +170,22 @@ bool run_attention_backward(const AttentionBackwardKernels& kernels,
                             const AttentionGradients& call) {
   call.check();
   const AttentionBackwardShape& shape = kernels.shape;
-  if (!call.is_taken(shape)) return false;
+  const std::optional<AttentionDropout> told = told_of(call.dropout, kernels.drops);
+  if (!told || !call.is_taken(shape, *told)) return false;
   const int device = call.d_q.get_device_index();
   const OnDevice on_device(device);
-  const AttentionDeltaArgs of_queries = call.delta_args();
+  const AttentionDeltaArgs of_queries = call.delta_args(*told);
   launch(kernels.delta, ceil_div(of_queries.count, kAttentionDeltaWarps), kAttentionDeltaWarps * 32,
          current_stream(device), of_queries, LaunchOptions{});
   const auto pass = [&](const Kernel& kernel, const AttentionBackwardArgs& args) {
     LaunchOptions options;
-    options.shared_bytes = shape.shared_bytes();
+    options.shared_bytes = shape.shared_bytes(kernels.drops);
     const int64_t grid =
         call.is_causal ? args.units : std::min<int64_t>(args.units, kernels.multiprocessors);
     launch(kernel, grid, shape.tiles.threads(), current_stream(device), args, options);
   };
-  pass(kernels.d_queries, call.pass_args(shape, /*of_queries_rows=*/true));
-  const AttentionBackwardArgs of_keys = call.pass_args(shape, /*of_queries_rows=*/false);
+  pass(kernels.d_queries, call.pass_args(shape, *told, /*of_queries_rows=*/true));
+  const AttentionBackwardArgs of_keys = call.pass_args(shape, *told, /*of_queries_rows=*/false);
   pass(kernels.d_keys, of_keys);
   if (shape.apart) pass(kernels.d_values, of_keys);
   return true;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -18,19 +19,21 @@ namespace {
 struct AttentionSplitKernels {
   Kernel kernel;
   AttentionShape shape;
+  bool drops;
   int64_t multiprocessors;
 };
 
 int64_t load_attention_split(const Sources& from) {
-  const Signature types(from, 1);
+  const Signature types(from, 2);
   types.check_operands(0);
   const int shape = types.sizes[0];
   STD_TORCH_CHECK(shape >= 0 && shape < kAttentionShapeCount, "fx_fuser: there is no shape ", shape,
                   " of attention by halves");
   auto kernels = std::make_unique<AttentionSplitKernels>();
   kernels->shape = kAttentionShapes[shape];
+  kernels->drops = types.sizes[1] != 0;
   kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_attention_split",
-                               kernels->shape.shared_bytes());
+                               kernels->shape.shared_bytes(kernels->drops));
   kernels->multiprocessors = multiprocessors_of(from.device);
   return keep<AttentionSplitKernels>(from, std::move(kernels));
 }
@@ -102,6 +105,29 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
 // Is it one that stays finite as float, times log2(e)?
 bool is_attention_scale(double scale) { return scale > 0 && scale < 0x1p126; }
 
+// Dropout of weights: the share p of them that is dropped, by a seed in the GPU's memory.
+struct DropoutOfWeights {
+  std::optional<Tensor> seed;
+  double p = 0;
+};
+
+// What the kernels are told of it. Nothing where they cannot drop so few, or so many.
+std::optional<AttentionDropout> told_of(const DropoutOfWeights& given, bool drops) {
+  STD_TORCH_CHECK(drops == (given.p != 0), "fx_fuser: dropout of attention is ", given.p,
+                  ", which is not this kernel's");
+  if (!drops) return AttentionDropout{};
+  STD_TORCH_CHECK(given.seed.has_value(), "fx_fuser: dropout of attention has no seed");
+  require_cuda(*given.seed, "seed");
+  STD_TORCH_CHECK(given.seed->scalar_type() == ScalarType::Long && given.seed->numel() == 1,
+                  "fx_fuser: seed of attention's dropout is not one number of int64");
+  const double steps = std::nearbyint(given.p * kDropoutSteps);
+  if (!(steps >= 1 && steps <= kMostDropped)) return std::nullopt;
+  const double kept = 1 - steps / kDropoutSteps;
+  const auto below = static_cast<uint32_t>(steps);
+  return AttentionDropout{static_cast<const int64_t*>(given.seed->data_ptr()), below << 16 | below,
+                          static_cast<float>(kept), static_cast<float>(1 / kept)};
+}
+
 // Heads whose keys and values the L2 cache holds beside what else passes.
 int64_t near_heads(const Tensor& k, int64_t heads_of_key) {
   constexpr int64_t kNearBytes = 24 << 20;
@@ -109,14 +135,16 @@ int64_t near_heads(const Tensor& k, int64_t heads_of_key) {
   return heads_of_key * std::max<int64_t>(kNearBytes / bytes, 1);
 }
 
-// out = softmax(scale · q kᵀ) v and, if asked for, lse = log(sum(exp(scale · q kᵀ))), infinity
-// where it has rows beyond the queries. Causal: query i sees keys 0...i. False, and nothing is
-// launched, where the kernel does not take these tensors.
+// out = dropout(softmax(scale · q kᵀ)) v and, if asked for, lse = log(sum(exp(scale · q kᵀ))),
+// infinity where it has rows beyond the queries. Causal: query i sees keys 0...i. False, and
+// nothing is launched, where the kernel does not take these tensors.
 bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, const Tensor& k,
                          const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
-                         double scale, bool is_causal) {
+                         double scale, bool is_causal, const DropoutOfWeights& dropout = {}) {
   check_attention(q, k, v, out, lse);
   const AttentionShape& shape = kernels.shape;
+  const std::optional<AttentionDropout> told = told_of(dropout, kernels.drops);
+  if (!told) return false;
   if (out.numel() == 0) return true;
   const int64_t d = q.size(3);
   if (d > shape.d || d % 8 != 0 || k.size(2) == 0 || !is_attention_scale(scale)) return false;
@@ -151,8 +179,9 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
   args.units = static_cast<int32_t>(all_heads * blocks);
   args.group = static_cast<int32_t>(std::min(all_heads, near_heads(k, args.heads_of_key)));
   args.is_causal = is_causal ? 1 : 0;
+  args.dropout = *told;
   LaunchOptions options;
-  options.shared_bytes = shape.shared_bytes();
+  options.shared_bytes = shape.shared_bytes(kernels.drops);
   // Units of one length go round. Where they differ, a multiprocessor takes the next one when it is
   // done: as a block of its own.
   const int64_t grid =

@@ -32,6 +32,8 @@ std::vector<std::string> contract() {
     attention += " " + std::to_string(shape.d) + ":" + std::to_string(shape.rows()) + "x" +
                  std::to_string(shape.keys);
   }
+  std::string dropout =
+      "dropout " + std::to_string(kMostDropped) + "/" + std::to_string(kDropoutSteps);
   std::string backward = "backward";
   for (const AttentionBackwardShape& shape : kAttentionBackwardShapes) {
     backward += " " + std::to_string(shape.tiles.d) + ":" + std::to_string(shape.tiles.rows()) +
@@ -44,6 +46,7 @@ std::vector<std::string> contract() {
           tiles,
           combs,
           attention,
+          dropout,
           backward};
 }
 

@@ -4,7 +4,7 @@ Of many results an error is an average, and 1.5 times torch's is a bound. Of few
 and torch's; here it is bounded by the arithmetic. A product of halves has 22 bits of each factor,
 and the tensor core truncates a sum at every step of 16 of its depth. Such errors are taken for
 independent ones, so their squares add up, and go by the derivatives from logits and from
-dO vᵀ - delta, where most may cancel, to what is made of them.
+dO vᵀ - delta, where most may cancel, to what is made of them. `factors`: dropout's, of each weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _of_sums(squares: Tensor, sums: Tensor, depth: int) -> Tensor:
 class _Case:
     """float64; k and v are those of each query head. `lost`: deviations, or their squares."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, factors: Tensor | None
+    ) -> None:
         self.q, self.k, self.v = (t.double() for t in (q, k, v))
         products = self.q @ self.k.mT
         squares = self.q.square() @ self.k.square().mT
@@ -40,7 +42,9 @@ class _Case:
             hidden = torch.ones(logits.shape[-2:], device=q.device, dtype=torch.bool).triu(1)
             logits = logits.masked_fill(hidden, float("-inf"))
         self.weights = logits.softmax(-1)
-        self.out = self.weights @ self.v
+        self.factors = torch.ones_like(self.weights) if factors is None else factors.double()
+        self.kept = self.weights * self.factors
+        self.out = self.kept @ self.v
         # exp2 and its argument are rounded, too.
         rounded = BIT * (1 + logits.masked_fill(logits.isinf(), 0).abs())
         self.lost_logits = scale * _of_sums(squares, products, q.shape[-1]) + rounded
@@ -50,30 +54,32 @@ class _Case:
     def lost_out(self) -> Tensor:
         """Squares, of each element."""
         off = (self.weights * self.lost_logits).square()
-        # Of a logit's error: weight * (v - out).
-        spread = off @ self.v.square() - 2 * (off @ self.v) * self.out
+        # Of a logit's error: weight * (factor * v - out).
+        spread = (off * self.factors.square()) @ self.v.square()
+        spread -= 2 * ((off * self.factors) @ self.v) * self.out
         spread += off.sum(-1, keepdim=True) * self.out.square()
-        own = _of_sums(
-            self.weights.square() @ self.v.square(), self.out, min(self.v.shape[-2], TILE)
-        )
+        own = _of_sums(self.kept.square() @ self.v.square(), self.out, min(self.v.shape[-2], TILE))
         return spread.clamp_min(0) + own.square() + (2 * BIT * self.out).square()
 
 
-def of_result(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+def of_result(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, factors: Tensor | None = None
+) -> Tensor:
     """Of each error of out. That of a norm is the norm of these."""
-    return MOST * _Case(q, k, v, scale, causal).lost_out().sqrt()
+    return MOST * _Case(q, k, v, scale, causal, factors).lost_out().sqrt()
 
 
 def of_gradients(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool
-) -> list[Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool,
+    factors: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Of each error of dq, of dk and of dv, likewise."""
-    case, d_out = _Case(q, k, v, scale, causal), d_out.double()
+    case, d_out = _Case(q, k, v, scale, causal, factors), d_out.double()
     weights = case.weights
     inner = d_out @ case.v.mT
     terms = case.out * d_out
-    score = weights * (inner - terms.sum(-1, keepdim=True))
-    lost_inner = _of_sums(d_out.square() @ case.v.square().mT, inner, q.shape[-1])
+    score = weights * (case.factors * inner - terms.sum(-1, keepdim=True))
+    lost_inner = _of_sums(d_out.square() @ case.v.square().mT, inner, q.shape[-1]) * case.factors
     lost_delta = (case.lost_out() * d_out.square() + (2 * BIT * terms).square()).sum(-1, True)
     own = (score * case.lost_logits).square() + (weights * lost_inner).square()
     # lse and delta are off alike for all keys of a query.
@@ -86,6 +92,6 @@ def of_gradients(
     dq = own @ case.k.square() + product(score, case.k)
     dq += case.lost_lse * (score @ case.k).square() + lost_delta * (weights @ case.k).square()
     dk = (own + of_lse + of_delta).mT @ case.q.square() + product(score.mT, case.q)
-    of_weights = weights.square() * (case.lost_logits.square() + case.lost_lse)
-    dv = of_weights.mT @ d_out.square() + product(weights.mT, d_out)
+    of_weights = case.kept.square() * (case.lost_logits.square() + case.lost_lse)
+    dv = of_weights.mT @ d_out.square() + product(case.kept.mT, d_out)
     return [scale * MOST * dq.sqrt(), scale * MOST * dk.sqrt(), MOST * dv.sqrt()]

@@ -58,14 +58,17 @@ def of_query_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """In float64, and the logarithm of each row's sum."""
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """In float64, and the logarithm of each row's sum. factors: dropout's, of each weight."""
     q, k, v = (t.double() for t in of_query_heads(q, k, v))
     logits = q @ k.mT * scale
     if causal:
         hidden = torch.ones(logits.shape[-2:], device=q.device, dtype=torch.bool).triu(1)
         logits = logits.masked_fill(hidden, float("-inf"))
-    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+    weights = logits.softmax(-1)
+    return (weights if factors is None else weights * factors) @ v, logits.logsumexp(-1)
 
 
 def usual(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:

@@ -22,6 +22,7 @@ from fx_fuser.ops.attention_split import BACKWARD, FORWARD
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+NO_DROPOUT = None, 0.0  # seed, share
 NEAR = 2e-6  # as the checks' bound for few results
 
 
@@ -61,7 +62,7 @@ def test_results_and_gradients(gpu: EmulatedGpu, d: int, count: int, of_keys: in
     gpu.prepare([forward, backward])
     for spec in (forward, backward):
         gpu.handle_of(spec)
-    (out, lse), launched = called(FORWARD, q, k, v, forward.name, scale, True, True)
+    (out, lse), launched = called(FORWARD, q, k, v, forward.name, scale, True, True, *NO_DROPOUT)
     assert launched == 1 and out.stride() == q.stride()
     leaves = [
         t.double().requires_grad_()
@@ -70,7 +71,7 @@ def test_results_and_gradients(gpu: EmulatedGpu, d: int, count: int, of_keys: in
     wanted, sums = exact(*leaves, scale, True)
     assert relative(out, wanted.detach()) < NEAR
     assert relative(lse[..., :37], sums.detach()) < NEAR and bool(lse[..., 37:].isposinf().all())
-    given = d_out, q, k, v, out, lse, backward.name, scale, True
+    given = d_out, q, k, v, out, lse, backward.name, scale, True, *NO_DROPOUT
     found, launched = called(BACKWARD, *given)
     assert launched == (4 if d > 64 else 3)
     for value, right in zip(found, torch.autograd.grad(wanted, leaves, d_out.double())):
@@ -83,7 +84,7 @@ def test_what_the_kernel_does_not_take_is_torchs(gpu: EmulatedGpu) -> None:
     assert spec is not None
     gpu.handle_of(spec)
     for k in (torch.randn(2, 2, 5, 65)[..., :64], torch.randn(2, 2, 64, 5).mT):
-        (out,), launched = called(FORWARD, q, k, k, spec.name, 0.125, False, False)
+        (out,), launched = called(FORWARD, q, k, k, spec.name, 0.125, False, False, *NO_DROPOUT)
         assert launched == 0
         torch.testing.assert_close(out, (q @ k.mT * 0.125).softmax(-1) @ k)
 
@@ -94,7 +95,7 @@ def test_a_scale_that_is_infinite_by_log2_of_e_is_torchs(gpu: EmulatedGpu) -> No
     spec = attention.spec_for(64)
     assert spec is not None
     gpu.handle_of(spec)
-    (out,), launched = called(FORWARD, q, k, k, spec.name, 3e38, False, False)
+    (out,), launched = called(FORWARD, q, k, k, spec.name, 3e38, False, False, *NO_DROPOUT)
     assert launched == 0
     torch.testing.assert_close(out, k.mean(-2, keepdim=True).expand_as(out))
 
@@ -123,7 +124,7 @@ def test_a_kernel_that_nobody_loaded_is_loaded(
     spec = not_loaded("never before", monkeypatch)
     q = heads(1, 5, 64)
     for _ in range(2):
-        assert called(FORWARD, q, q, q, spec.name, 0.125, False, False)[1] == 1
+        assert called(FORWARD, q, q, q, spec.name, 0.125, False, False, *NO_DROPOUT)[1] == 1
     assert asked == [spec.name]
 
 
@@ -141,7 +142,7 @@ def test_a_kernel_that_does_not_build_is_asked_for_once(
     spec = not_loaded("never", monkeypatch)
     with pytest.warns(UserWarning, match="leaves an attention to torch: OSError: the disk is full"):
         for _ in range(3):
-            (out,), launched = called(FORWARD, q, q, q, spec.name, 0.1, False, False)
+            (out,), launched = called(FORWARD, q, q, q, spec.name, 0.1, False, False, *NO_DROPOUT)
             assert launched == 0
             torch.testing.assert_close(out, (q @ q.mT * 0.1).softmax(-1) @ q)
     assert len(asked) == 1

@@ -6,6 +6,9 @@ PASS, OPS = "passes/attention_split.py", "ops/attention_split.py"
 SPLIT = "tests/passes/test_attention_split.py"
 CHOICE = "tests/passes/test_attention_split_choice.py"
 LEFT = f"{SPLIT}::test_what_is_left_to_torch"
+KERNELS, DROPOUT = "kernels/attention.py", "ops/attention_dropout.py"
+OF_DROPOUT = "tests/ops/test_attention_dropout.py"
+FORMULAS = f"{OF_DROPOUT}::test_formulas_are_autograds[1-True]"
 BACKWARD = f"{SPLIT}::test_what_is_left_to_torch_in_backward"
 LAYOUTS = f"{SPLIT}::test_results_have_torchs_layouts"
 
@@ -108,5 +111,40 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "key = (self.function, *forms, self.scale, self.causal, _LSE in self.items)",
         "key = (self.function, *forms, self.scale, _LSE in self.items)",
         (f"{CHOICE}::test_what_times_depend_on",),
+    ),
+    (
+        "dropout of attention: as many rounds as the kernels have",
+        DROPOUT,
+        "_ROUNDS = 7",
+        "_ROUNDS = 6",
+        (f"{OF_DROPOUT}::test_a_weights_number_is_of_seed_head_query_and_key[0]",),
+    ),
+    (
+        "dropout of attention: both words of the seed",
+        DROPOUT,
+        "philox((seed & _WORD, seed >> 32 & _WORD), counter)",
+        "philox((seed & _WORD, seed & _WORD), counter)",
+        (f"{OF_DROPOUT}::test_a_weights_number_is_of_seed_head_query_and_key[1]",),
+    ),
+    (
+        "dropout of attention: D as the forward's weights",
+        OPS,
+        "d_out @ v.mT * factors - delta",
+        "d_out @ v.mT - delta",
+        (FORMULAS,),
+    ),
+    (
+        "dropout of attention: dv of what is kept",
+        OPS,
+        "(weights * factors).mT @ d_out",
+        "weights.mT @ d_out",
+        (FORMULAS,),
+    ),
+    (
+        "dropout of attention: shares that kernels drop",
+        KERNELS,
+        "of = _DROPPING_OF if 0 < steps_of(dropout) <= MOST_DROPPED else {}",
+        "of = _DROPPING_OF",
+        (f"{OF_DROPOUT}::test_kernels_that_drop[64-0.97-False]",),
     ),
 )

@@ -20,6 +20,7 @@ LINES = [
     "tiles 32x32 32x64 64x32 64x64 128x128",
     "combs 128x256:both 128x192:both 256x192:k 128x240:lines",
     "attention 64:128x128 128:128x64",
+    "dropout 31744/32768",
     "backward 64:128x64 128:128x64",
 ]
 

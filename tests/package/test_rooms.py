@@ -206,6 +206,7 @@ NAMED = {
     "ops.folded": {"folded"},
     "ops.head_loss": {"head_loss"},  # a loss is no site
     "ops.library": {"attention", "folded", "unaligned"},
+    "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},

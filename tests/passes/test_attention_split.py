@@ -118,12 +118,15 @@ def test_the_functions() -> None:
     """Their fakes fit what they make, and they write to nothing else."""
     q, k, v = qkv(2, 3, 9, 12, 16)
     scale, lse = 0.25, torch.zeros(2, 3, 32)
-    for function, tensors, save in (
+    dropout = torch.tensor([5]), 0.1
+    for function, tensors, more in (
         (FORWARD, (q, k, v), [True]),
         (FORWARD, (q, k[:, :1], v[:, :1]), [False]),
+        (FORWARD, (q, k, v), [True, *dropout]),
         (BACKWARD, (q, q, k, v, q, lse), []),
+        (BACKWARD, (q, q, k, v, q, lse), dropout),
     ):
-        arguments = run.arguments(function, (*tensors, "", scale, True, *save))
+        arguments = run.arguments(function, (*tensors, "", scale, True, *more))
         torch.library.opcheck(run.MANY, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

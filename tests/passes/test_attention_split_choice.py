@@ -167,7 +167,7 @@ def test_the_contest_is_of_torchs_and_ours(monkeypatch: pytest.MonkeyPatch) -> N
     given = {"d_out": q, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     for gm in (forward_graph(q, k, v, causal=True), backward_graph(given, causal=True)):
         (node,) = [n for n in gm.graph.nodes if n.target in AttentionSplit.TARGETS]
-        site = attention_split._Site.of(node, on_cpu=True)
+        site = attention_split.Site.of(node, on_cpu=True)
         assert site is not None and not site.gains()
     for torchs, ours in (timed[:2], timed[2:]):
         assert [t.shape for t in torchs] == [t.shape for t in ours]

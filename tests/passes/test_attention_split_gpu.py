@@ -44,8 +44,8 @@ def own_caches() -> Iterator[None]:
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass takes our kernels at every size, untimed."""
-    monkeypatch.setattr(attention_split._Site, "is_small", lambda _: False)
-    monkeypatch.setattr(attention_split._Site, "gains", lambda _: True)
+    monkeypatch.setattr(attention_split.Site, "is_small", lambda _: False)
+    monkeypatch.setattr(attention_split.Site, "gains", lambda _: True)
 
 
 class Attending(nn.Module):
@@ -122,7 +122,7 @@ def test_forward_and_backward_apart(
     ours: str, length: int, forced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's backward reads what our forward saved, and ours what torch's did."""
-    monkeypatch.setattr(attention_split._Site, "gains", lambda site: site.function == ours)
+    monkeypatch.setattr(attention_split.Site, "gains", lambda site: site.function == ours)
     model = Attending(4, 64, causal=True).cuda()
     assert_equivalent(model, (randn(2, length, 64, requires_grad=True),), True)
     assert counters[COUNTERS] == (FORWARD if ours == attention_split.FORWARD else BACKWARD)
@@ -217,11 +217,12 @@ def test_a_kernel_that_nobody_loaded_is_loaded(monkeypatch: pytest.MonkeyPatch) 
     forward, backward = (dataclasses.replace(s, use="a test") for s in specs if s is not None)
     known = {spec.name: spec for spec in (forward, backward)}
     monkeypatch.setattr(ops, "_specs", lambda: known)
-    given = q, k, v, forward.name, 0.125, True, True
+    no_dropout = None, 0.0
+    given = q, k, v, forward.name, 0.125, True, True, *no_dropout
     out, lse = run.MANY(*run.arguments(ops.FORWARD, given))
     theirs = run.IN_TORCH(*run.arguments(ops.FORWARD, given))
     torch.testing.assert_close([out, lse], theirs, rtol=1e-5, atol=1e-5)
-    given = d_out, q, k, v, out, lse, backward.name, 0.125, True  # type: ignore[assignment]
+    given = d_out, q, k, v, out, lse, backward.name, 0.125, True, *no_dropout  # type: ignore[assignment]
     found = run.MANY(*run.arguments(ops.BACKWARD, given))
     theirs = run.IN_TORCH(*run.arguments(ops.BACKWARD, given))
     torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-5)
@@ -234,6 +235,6 @@ def test_what_the_kernel_does_not_take_is_torchs() -> None:
     assert spec is not None
     load.prepare([spec], q.device)
     scale = -0.125  # which the kernel does not take
-    given = run.arguments(ops.FORWARD, (q, q, q, spec.name, scale, False, True))
+    given = run.arguments(ops.FORWARD, (q, q, q, spec.name, scale, False, True, None, 0.0))
     for found, theirs in zip(run.MANY(*given), run.IN_TORCH(*given)):
         assert torch.equal(found, theirs)

@@ -86,6 +86,14 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {emulator::to_bfl
 inline __half2 __floats2half2_rn(float x, float y) {
   return {__float2half_rn(x), __float2half_rn(y)};
 }
+inline __half2 __habs2(__half2 both) {
+  return {{static_cast<uint16_t>(both.x.bits & 0x7FFF)},
+          {static_cast<uint16_t>(both.y.bits & 0x7FFF)}};
+}
+inline unsigned __hlt2_mask(__half2 a, __half2 b) {
+  const unsigned x = __half2float(a.x) < __half2float(b.x) ? 0xFFFF : 0;
+  return x | (__half2float(a.y) < __half2float(b.y) ? 0xFFFF0000 : 0);
+}
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
 }

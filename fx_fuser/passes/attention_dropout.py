@@ -1,0 +1,120 @@
+"""Inductor's graph of forward and backward → the same, with fp32 attention that drops weights by
+fp16 halves where faster.
+
+`fx_fuser.passes.attention_split` has the rest. Which weights are dropped depends on whose operation
+it is, so forward and backward are replaced together, ahead of their partition, or neither. A
+graph's seeds are drawn at once, by an operation that Inductor draws those of its own dropout by: so
+CUDA graphs, recomputation and `torch.manual_seed` do what they do there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config, inductor_prims
+from torch.fx import Graph, Node
+
+from fx_fuser.native import load
+from fx_fuser.passes.attention_split import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COUNTERS,
+    AttentionSplit,
+    Site,
+    arguments_of,
+    items_of,
+)
+from fx_fuser.passes.graph_pass import OF_VALUE, call, loaded
+from fx_fuser.planning import contest
+
+_OUT, _LSE, _SEED, _OFFSET = range(4)  # results of torch's operation
+_SHARED = ("query", "key", "value", "dropout_p", "is_causal", "scale")  # by both operations
+
+
+@dataclass(frozen=True)
+class AttentionDropout(AttentionSplit):
+    """fp32 attention that drops weights, by fp16 halves."""
+
+    TARGETS = (ATTENTION,)
+
+    def settings(self) -> tuple[Any, ...]:
+        return *super().settings(), "dropout"
+
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        seeds: list[Node] = []
+
+        def replace(node: Node) -> str | None:
+            pair = None if config.fallback_random else _pair_of(node, self.on_cpu)
+            if pair is None or not (self.on_cpu or _gains(pair, self.strict)):
+                return None
+            forward, backward = pair
+            seed = _new_seed(graph, node, seeds)
+            # Either both are put in place or, if one cannot be made, none is.
+            made = [site.made(seed) for site in pair]
+            name = backward.node.target._schema.name  # type: ignore[union-attr]
+            counters[COUNTERS][name.removeprefix("aten::")] += 1
+            backward.put(made[1])
+            forward.put(made[0])
+            return ""
+
+        return replace
+
+
+def _pair_of(node: Node, on_cpu: bool) -> tuple[Site, Site] | None:
+    """An attention that drops weights and its backward, which alone reads what it has saved."""
+    items = items_of(node)
+    if items is None or not {_LSE, _SEED, _OFFSET} <= items.keys():
+        return None
+    readers = {user for i in (_LSE, _SEED, _OFFSET) for user in items[i].users}
+    if len(readers) > 1 or (back := readers.pop()).target is not ATTENTION_BACKWARD:
+        return None
+    here, there = arguments_of(node), arguments_of(back)
+    saved = {"out": _OUT, "logsumexp": _LSE, "philox_seed": _SEED, "philox_offset": _OFFSET}
+    if any(here[name] != there[name] for name in _SHARED):
+        return None
+    if any(there[name] is not items.get(i) for name, i in saved.items()):
+        return None
+    sites = [Site.of(one, on_cpu, drops=True) for one in (node, back)]
+    return None if None in sites else tuple(sites)  # type: ignore[return-value]
+
+
+def _gains(pair: tuple[Site, Site], strict: bool) -> bool:
+    device = pair[0].device
+    specs = [site.spec for site in pair]
+    if not all(load.runs_on(spec, device) for spec in specs) or pair[0].is_small():
+        return False
+    if len(loaded(specs, device, "attention", strict)) < len(specs):
+        return False
+    times = [site.times() for site in pair]
+    if None in times:
+        return False
+    torchs, ours = map(sum, zip(*times))
+    return contest.gains(ours, torchs)
+
+
+def _new_seed(graph: Graph, like: Node, seeds: list[Node]) -> Node:
+    """One more of the graph's seeds, which are a node that draws them, and views of each.
+
+    like: an attention. Seeds are no part of what a checkpoint recomputes: backward reads those that
+    forward has drawn.
+    """
+    device = like.meta["val"][_OUT].device
+    of_device = [node for node in seeds if node.args[1] == device]
+    if not of_device:
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            made = graph.call_function(inductor_prims.seeds, (0, device))
+        made.meta = {k: v for k, v in like.meta.items() if k not in (*OF_VALUE, "recompute")}
+        seeds.append(made)
+        of_device = [made]
+    (drawn,) = of_device
+    place: Any = drawn.args[0]
+    drawn.update_arg(0, place + 1)
+    with like.meta["val"][_OUT].fake_mode:
+        drawn.meta["val"] = torch.empty(place + 1, dtype=torch.int64, device=device)
+    with graph.inserting_before(like):
+        return call(graph, like, torch.ops.aten.select.int, drawn, 0, place)
