@@ -6,8 +6,8 @@ and backward agree, and so do kernels and torch's operations.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +34,15 @@ def factors(
 
 def _numbers(seed: Tensor, heads: int, row_blocks: int, column_blocks: int) -> Tensor:
     """Below DROPOUT_STEPS, of all heads' blocks of queries and keys."""
-    made: dict[str, Any] = {"dtype": torch.int64, "device": seed.device}
     seed = seed.reshape(())
-    query = torch.arange(row_blocks, **made)[:, None] * _BLOCK + torch.arange(8, **made)
-    key = torch.arange(column_blocks, **made)[:, None] * _BLOCK + torch.arange(0, 8, 2, **made)
+    to = functools.partial(torch.arange, device=seed.device)
+    query = to(row_blocks)[:, None] * _BLOCK + to(8)
+    key = to(column_blocks)[:, None] * _BLOCK + to(0, 8, 2)
     counter = [
         query[None, :, :, None, None],
         key[None, None, None],
-        torch.arange(heads, **made)[:, None, None, None, None],
-        torch.zeros((), **made),
+        to(heads)[:, None, None, None, None],
+        torch.zeros_like(seed),
     ]
     words = philox((seed & _WORD, seed >> 32 & _WORD), counter)
     # [head, block, 8 queries, block, 4 pairs of keys]: of queries 8i and keys 8j further on.

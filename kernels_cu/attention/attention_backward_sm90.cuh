@@ -110,23 +110,11 @@ struct Scores {
   }
 };
 
-// Rows are queries: the same of all columns.
-struct QueriesOfRows {
-  AttentionOfQuery of_row[2];
-  __device__ __forceinline__ AttentionOfQuery at(int r, int /*t*/) const { return of_row[r]; }
-};
-// Columns are: this thread's two of eight.
-struct QueriesOfColumns {
-  float4 both;
-  __device__ __forceinline__ AttentionOfQuery at(int /*r*/, int t) const {
-    return t == 0 ? AttentionOfQuery{both.x, both.y} : AttentionOfQuery{both.z, both.w};
-  }
-};
-
 // ---- consumers ----------------------------------------------------------------------------------
 
 template <class L>
 struct Consumer {
+  using Here = ConsumerThread<L::kConsumers>;
   using State = typename L::PipelineState;
   const AttentionBackwardArgs& args;
   typename L::Shared& shared;
@@ -134,16 +122,6 @@ struct Consumer {
   RowHalves<L::kD, true, false> first;              // q or k
   RowHalves<L::kD, L::kKeepsSecond, false> second;  // dO or v
 
-  // Found anew each time, so that no register holds it meanwhile.
-  static __device__ __forceinline__ Place place_here() {
-    const int thread = static_cast<int>(ptx::thread_index());
-    return Place::of(thread / kWarpgroup, thread % kWarpgroup);
-  }
-  // Of the block's, likewise.
-  static __device__ __forceinline__ int number() {
-    return static_cast<int>(ptx::thread_index()) / kWarpgroup;
-  }
-  static __device__ __forceinline__ Turns<L::kConsumers> turns() { return {number()}; }
   __device__ __forceinline__ void wait(const State& at) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.slot()]), at.phase());
   }
@@ -161,7 +139,7 @@ struct Consumer {
   }
   // unscale: of G's rows. A row's four lanes have the same.
   __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
-    const Place place = place_here();
+    const Place place = Here::place();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint8_t& exponent = shared.exponent[place.consumer][place.row + 8 * r];
@@ -178,12 +156,12 @@ struct Consumer {
     }
   }
   __device__ __forceinline__ const void* second_hi() const {
-    if constexpr (!L::kKeepsSecond) return shared.second_hi.of[number()];
+    if constexpr (!L::kKeepsSecond) return shared.second_hi.of[Here::consumer()];
     return nullptr;
   }
 
   __device__ __forceinline__ void load(const Unit& unit) {
-    const Place place = place_here();
+    const Place place = Here::place();
     const int head = unit.head / args.heads_of_rows;
     const auto load_one = [&](auto& halves, const AttentionRows& rows, const void* hi,
                               const void* lo) {
@@ -196,17 +174,17 @@ struct Consumer {
       const uint32_t hi_at = hi == nullptr ? 0 : ptx::shared_address(hi);
       halves.load(from, args.d, place, hi_at, ptx::shared_address(lo));
     };
-    load_one(first, args.rows[0], nullptr, shared.first_lo.of[number()]);
+    load_one(first, args.rows[0], nullptr, shared.first_lo.of[Here::consumer()]);
     if constexpr (L::kMakesRows) {
-      load_one(second, args.rows[1], second_hi(), shared.second_lo.of[number()]);
+      load_one(second, args.rows[1], second_hi(), shared.second_lo.of[Here::consumer()]);
     }
     // To shared memory, since only each tile needs them, and registers are few.
     if (place.c == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        shared.unscale[number()][place.row + 8 * r] =
+        shared.unscale[Here::consumer()][place.row + 8 * r] =
             make_float2(first.unscale[r], L::kMakesRows ? second.unscale[r] : 0);
-        shared.exponent[number()][place.row + 8 * r] = 0;
+        shared.exponent[Here::consumer()][place.row + 8 * r] = 0;
       }
     }
     if constexpr (!L::kHasColumns) {
@@ -232,16 +210,16 @@ struct Consumer {
       ptx::pin(scores.other);
       second.pin();
     }
-    turns().take();
+    Here::turns().take();
     ptx::wgmma_fence();
-    issue_scores(scores.score, first, nullptr, shared.first_lo.of[number()],
+    issue_scores(scores.score, first, nullptr, shared.first_lo.of[Here::consumer()],
                  shared.tile[of_first.slot()]);
     if constexpr (L::kMakesRows) {
-      issue_scores(scores.other, second, second_hi(), shared.second_lo.of[number()],
+      issue_scores(scores.other, second, second_hi(), shared.second_lo.of[Here::consumer()],
                    shared.tile[of_second.slot()]);
     }
     ptx::wgmma_commit();
-    turns().pass();
+    Here::turns().pass();
     ptx::wgmma_wait<0>();
     ptx::pin(scores.score);
     if constexpr (L::kMakesRows) ptx::pin(scores.other);
@@ -249,8 +227,8 @@ struct Consumer {
 
   __device__ __forceinline__ void hide(const Unit& unit, int tile, Scores<L>& scores) const {
     const int first_column = tile * L::kKeys;
-    const int first_row = unit.first_row + number() * kAttentionRows;
-    const Place place = place_here();
+    const int first_row = unit.first_row + Here::consumer() * kAttentionRows;
+    const Place place = Here::place();
     int edge[2];
     if constexpr (L::kHasColumns) {
       if (!args.is_causal || first_column >= first_row + kAttentionRows) return;
@@ -274,7 +252,7 @@ struct Consumer {
                                         Scores<L>& scores, Weights<L>& weights,
                                         Weights<L>& gradient, float (&unscale)[2]) const {
     float largest[2] = {0, 0};
-    const Place place = place_here();
+    const Place place = Here::place();
     const uint32_t unscale_at = ptx::shared_address(&shared.unscale[place.consumer][place.row]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -318,11 +296,11 @@ struct Consumer {
     float product[L::kSums];
     ptx::pin(product);
     weights.pin();
-    turns().take();
+    Here::turns().take();
     ptx::wgmma_fence();
     issue_results<L>(product, weights, shared.tile[at.slot()]);
     ptx::wgmma_commit();
-    turns().pass();
+    Here::turns().pass();
     ptx::wgmma_wait<0>();
     ptx::pin(product);
     release(at);
@@ -351,7 +329,7 @@ struct Consumer {
       const State of_second = pipeline;  // values for dO, dO for v
       pipeline.advance();
       if constexpr (L::kDrops) {  // beside another consumer's products
-        const Place place = place_here();
+        const Place place = Here::place();
         Dropped<L>::find(shared, args.dropout, head_of(args, unit), place.g, place.c,
                          place.row_of(unit, 0), tile * L::kKeys);
       }
@@ -385,7 +363,7 @@ struct Consumer {
     const Unit done = L::unit_at(args, unit_of_warp());
     store(done, d_values, d_rows);
     if (!is_sure(done, d_values, d_rows)) {
-      const Place place = place_here();
+      const Place place = Here::place();
       Repair<L>{args, done}.run(place.row_of(done, 0) - place.g);
     }
   }
@@ -394,7 +372,7 @@ struct Consumer {
   template <int kValues, int kRows>
   __device__ __forceinline__ bool is_sure(const Unit& unit, const float (&d_values)[kValues],
                                           const float (&d_rows)[kRows]) const {
-    const Place place = place_here();
+    const Place place = Here::place();
     const auto columns = static_cast<float>(max(unit.tiles - unit.first_tile, 0) * L::kKeys);
     __syncwarp();  // what lanes have kept
     const TilesSoFar of_first = so_far_of_warp(false);
@@ -439,7 +417,7 @@ struct Consumer {
   template <int kValues, int kRows>
   __device__ __forceinline__ void store(const Unit& unit, const float (&d_values)[kValues],
                                         const float (&d_rows)[kRows]) const {
-    const Place place = place_here();
+    const Place place = Here::place();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = place.row_of(unit, r);
@@ -477,12 +455,12 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
     Consumer<L> consumer{args, shared, {}, {}, {}};
-    consumer.turns().begin();
+    Consumer<L>::Here::turns().begin();
     for (int index = static_cast<int>(blockIdx.x); index < args.units;) {
       consumer.run(index);
       index = consumer.unit_of_warp() + static_cast<int>(gridDim.x);
     }
-    consumer.turns().end();
+    Consumer<L>::Here::turns().end();
   }
 }
 

@@ -98,4 +98,17 @@ struct Layout : Tiles<Shape<kShape>> {
   }
 };
 
+// Rows are queries: the same of all columns.
+struct QueriesOfRows {
+  AttentionOfQuery of_row[2];
+  __device__ __forceinline__ AttentionOfQuery at(int r, int /*t*/) const { return of_row[r]; }
+};
+// Columns are: this thread's two of eight.
+struct QueriesOfColumns {
+  float4 both;
+  __device__ __forceinline__ AttentionOfQuery at(int /*r*/, int t) const {
+    return t == 0 ? AttentionOfQuery{both.x, both.y} : AttentionOfQuery{both.z, both.w};
+  }
+};
+
 }  // namespace fx_fuser::attention_backward

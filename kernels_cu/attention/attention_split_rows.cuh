@@ -38,6 +38,19 @@ struct Place {
   }
 };
 
+// Of a consumer's thread: found anew each time, so that no register holds it meanwhile.
+template <int kConsumers>
+struct ConsumerThread {
+  static __device__ __forceinline__ int consumer() {
+    return static_cast<int>(ptx::thread_index()) / kWarpgroup;
+  }
+  static __device__ __forceinline__ Place place() {
+    const int thread = static_cast<int>(ptx::thread_index());
+    return Place::of(thread / kWarpgroup, thread % kWarpgroup);
+  }
+  static __device__ __forceinline__ Turns<kConsumers> turns() { return {consumer()}; }
+};
+
 __device__ __forceinline__ float* row_at(const AttentionRows& rows, int batch, int head, int row) {
   return rows.data + batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride;
 }

@@ -39,6 +39,7 @@ __device__ __forceinline__ void add_up(float (&result)[L::kSums],
 
 template <class L>
 struct Consumer {
+  using Here = ConsumerThread<L::kConsumers>;
   const AttentionSplitArgs& args;
   typename L::Shared& shared;
   typename L::PipelineState pipeline;
@@ -46,15 +47,6 @@ struct Consumer {
   int tile_count;  // of the unit
   RowValues<L::kD> values;
 
-  // Found anew each time, so that no register holds it meanwhile.
-  static __device__ __forceinline__ int number() {
-    return static_cast<int>(ptx::thread_index()) / kWarpgroup;
-  }
-  static __device__ __forceinline__ Place place_here() {
-    const int thread = static_cast<int>(ptx::thread_index());
-    return Place::of(thread / kWarpgroup, thread % kWarpgroup);
-  }
-  static __device__ __forceinline__ Turns<L::kConsumers> turns() { return {number()}; }
   __device__ __forceinline__ const Unit& unit() const { return shared.unit[nth % L::kUnits]; }
   __device__ __forceinline__ bool has_unit() const {
     return static_cast<int>(blockIdx.x) + nth * static_cast<int>(gridDim.x) < args.units;
@@ -73,7 +65,7 @@ struct Consumer {
 
   // Its queries are on their way.
   __device__ __forceinline__ void begin(const Unit& unit) {
-    const Place place = place_here();
+    const Place place = Here::place();
     const float* from[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -94,8 +86,8 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     RowHalves<L::kD, true, L::kKeepsLo> query;
     const void* query_lo = nullptr;
-    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[number()];
-    const Place place = place_here();
+    if constexpr (!L::kKeepsLo) query_lo = shared.query_lo.of[Here::consumer()];
+    const Place place = Here::place();
     query.make(values, place, 0, L::kKeepsLo ? 0 : ptx::shared_address(query_lo));
     if constexpr (!L::kKeepsLo) query.publish(place);
 #pragma unroll
@@ -112,7 +104,7 @@ struct Consumer {
       float score[L::kScores];
       wait();
       if constexpr (L::kDrops) {  // beside another consumer's products
-        const Place here = place_here();
+        const Place here = Here::place();
         Dropped<L>::find(shared, args.dropout, head_of(args, unit()), here.g, here.c,
                          here.row_of(unit(), 0), tile * L::kKeys);
       }
@@ -125,21 +117,22 @@ struct Consumer {
       // Pinned, else ptxas moves what made them between the products, and serialises those.
       ptx::pin(score);
       query.pin();
-      turns().take();
+      Here::turns().take();
       ptx::wgmma_fence();
       issue_scores(score, query, nullptr, query_lo, shared.tile[pipeline.slot()]);
       ptx::wgmma_commit();
-      turns().pass();
+      Here::turns().pass();
       ptx::wgmma_wait<0>();
       ptx::pin(score);
       release();
 
       const int first_key = tile * L::kKeys;
       int seen = args.keys;
-      if (args.is_causal) seen = min(seen, unit().first_row + number() * kAttentionRows + 1);
+      if (args.is_causal)
+        seen = min(seen, unit().first_row + Here::consumer() * kAttentionRows + 1);
       if (first_key + L::kKeys > seen) {
         int end[2];
-        const Place here = place_here();
+        const Place here = Here::place();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int row = here.row_of(unit(), r);
@@ -159,14 +152,14 @@ struct Consumer {
 #pragma unroll
       for (auto& part : product) ptx::pin(part);
       weights.pin();
-      turns().take();
+      Here::turns().take();
       ptx::wgmma_fence();
       issue_results<L>(product[0], weights, shared.tile[pipeline.slot()]);
       if constexpr (L::kParts == 2) {
         issue_results<L, 1>(product[1], weights, shared.tile[pipeline.slot()]);
       }
       ptx::wgmma_commit();
-      turns().pass();
+      Here::turns().pass();
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (auto& part : product) ptx::pin(part);
@@ -176,7 +169,7 @@ struct Consumer {
     }
     const Unit done = unit();  // no register holds it across the tiles
     if constexpr (L::kBeginsEarly) begin_next();
-    const Place at_end = place_here();
+    const Place at_end = Here::place();
     const float sum[2] = {sum_of_row(state.sum[0]), sum_of_row(state.sum[1])};
     store<L>(args, done, at_end, state, sum, value_scale, result);
     const UnitToTest<L> test{args, done, at_end, sum, value_scale, tiles};
@@ -211,11 +204,11 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
     Consumer<L> consumer{args, shared, {}, 0, 0, {}};
-    consumer.turns().begin();
+    Consumer<L>::Here::turns().begin();
     // There are as many units as blocks, or more.
     consumer.begin(L::unit_at(args, static_cast<int>(blockIdx.x)));
     while (consumer.has_unit()) consumer.run();
-    consumer.turns().end();
+    Consumer<L>::Here::turns().end();
   }
 }
 
