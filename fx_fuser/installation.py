@@ -248,11 +248,16 @@ def _compile_then_fuse(
 def _load_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
     """After a hit: the graph names kernels that the process had loaded in which it was fused."""
     try:
-        backend.fuse(twin(gm), options, inputs=inputs)
+        backend.fuse(twin(gm), _within(options), inputs=inputs)
     except Exception:
         if options.strict:
             raise
         log.info("the kernels of a graph from Inductor's cache were not all found", exc_info=True)
+
+
+def _within(options: Options) -> Options:
+    """Of a pass that Inductor's caches may stand in for."""
+    return replace(options, keeps_results=True)
 
 
 def _is_on_cuda(value: Any) -> bool:
@@ -282,7 +287,7 @@ class Fusion(CustomGraphPass):
             return  # of a region, which `fuse` finds itself
         # As when Dynamo calls a backend.
         with torch._C._DisablePythonDispatcher():
-            outcome = backend.fuse(self.gm, self.options, inputs=self.inputs)
+            outcome = backend.fuse(self.gm, _within(self.options), inputs=self.inputs)
             outcome.tell(self.options.strict)
         self.outcome = outcome
         if outcome.failed:

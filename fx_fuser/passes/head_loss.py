@@ -1,4 +1,4 @@
-"""Linear, then cross entropy of its rows, whose logits nobody else reads → one op without them.
+"""Linear, then cross entropy of its rows → one op without the logits, or of those that stay.
 
     F.cross_entropy(F.linear(x, weight, bias)[…, :-1, :].float().view(-1, V), labels)
 
@@ -7,8 +7,12 @@ any call that torch.compile records as `F.cross_entropy`, so also nn.CrossEntrop
 of transformers' models, or as `F.nll_loss` of a `log_softmax`. `fx_fuser.ops.head_loss` says what
 is computed, and what that saves.
 
-The op makes the gradients in forward. So it stays as written where forward would run twice, in a
-checkpoint, and where the logits are small: then a library's one gemm and one pass are as fast.
+Where the graph returns logits, or reads them without a gradient, as for an accuracy, the Linear
+stays, and the loss is an op that reads what it wrote (`fx_fuser.ops.head_kept`).
+
+The op without logits makes the gradients in forward. So a loss stays as written where forward would
+run twice, in a checkpoint, and where the logits are small: then a library's one gemm and one pass
+are as fast.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import logging
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +38,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import load
+from fx_fuser.ops.head_kept import HEAD_LOSS_KEPT, Returned
 from fx_fuser.ops.head_loss import HEAD_LOSS, OPERANDS, rows_of_piece, width_of
 from fx_fuser.options import Options
 
@@ -64,11 +69,12 @@ _ARGUMENTS = {
 class HeadLoss:
     """A loss behind a Linear. node: of the loss. bytes: of logits and their gradient that a
     training step does not hold at once any more; None where the sizes are unknown. reason: why it
-    stays as written."""
+    stays as written. returned: logits that the graph returns, whose gradient comes from outside."""
 
     node: Node
     bytes: int | None = None
     reason: str = ""
+    returned: tuple[Returned, ...] = ()
 
     @property
     def is_edit(self) -> bool:
@@ -87,11 +93,12 @@ _Step = tuple[str, tuple[Any, ...]] | None
 @dataclass(frozen=True)
 class _Head:
     """head: the Linear. steps: from its logits to the loss, in the order of the graph. nodes: from
-    the loss back to the Linear."""
+    the loss back to the Linear. logits: behind so many steps each, before any softmax."""
 
     head: Site
     steps: tuple[_Step, ...]
     nodes: tuple[Node, ...]
+    logits: tuple[Node, ...]
 
     @property
     def kind(self) -> torch.dtype:
@@ -137,6 +144,7 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
 def _read(view: View, node: Node) -> _Head | None:
     """The Linear whose rows a loss reads, through what moves rows; None if there is none."""
     steps: list[_Step] = []
+    moved: list[Node] = []  # by these
     at, nodes = view.value(node, argument_of(node, 0, "input")), [node]
     is_normalised = node.target is F.cross_entropy  # of log_softmax, which the other loss asks for
     while True:
@@ -146,14 +154,17 @@ def _read(view: View, node: Node) -> _Head | None:
         site = site_at(view, at)
         if site is not None:
             is_head = is_normalised and site.kind in ("linear", "matmul")
-            return _Head(site, tuple(reversed(steps)), tuple(nodes)) if is_head else None
+            logits = (at, *reversed(moved))
+            return _Head(site, tuple(reversed(steps)), tuple(nodes), logits) if is_head else None
         before = at.args[0] if at.args else None
         if not isinstance(before, Node) or type(_value(before)) is not FakeTensor:
             return None
         before = view.value(at, before)
         if not is_normalised and _is_log_softmax(at):
-            is_normalised = True
-        elif not _moves_rows(at, before, steps):
+            is_normalised, moved = True, []
+        elif _moves_rows(at, before, steps):
+            moved.append(at)
+        else:
             return None
         at = before
 
@@ -229,12 +240,15 @@ def _fuse(view: View, node: Node, head: _Head, options: Options, is_body: bool) 
     }
     _check_loss(node, given)
     _check_head(view, head)
+    others = _others(view, head)
+    if others:
+        _check_others(view, head, others, options)
     if is_body:
         raise _Stays("it is in a checkpoint or another region, which would compute it twice")
-    saved = _gain(head, options)
+    saved = _gain(head, others, options)
     _check_kernel(head, options)
-    _rewrite(node, head, given)
-    return HeadLoss(node, saved)
+    returned = _rewrite(view, node, head, given, is_kept=bool(others))
+    return HeadLoss(node, saved, returned=returned)
 
 
 def _check_loss(node: Node, given: dict[str, Any]) -> None:
@@ -266,11 +280,6 @@ def _check_head(view: View, head: _Head) -> None:
     kinds = {_value(n).dtype for n in head.nodes[1:]}
     if not kinds <= {head.kind, torch.float32}:
         raise _Stays(f"its logits are cast to {', '.join(sorted(map(str, kinds - {head.kind})))}")
-    for value in head.nodes[1:]:
-        others = [n for n in view.readers[value] if n not in head.nodes]
-        if others:
-            by = "the caller" if others[0].op == "output" else statement(others[0])
-            raise _Stays(f"its logits {called(value)} are also read by {by}")
     operands = [n for n in site.operands.values() if n is not None]
     if any(type(meta_tensor(n)) is not FakeTensor for n in operands):
         raise _Stays("an operand of its Linear is no plain tensor")
@@ -285,9 +294,46 @@ def _check_head(view: View, head: _Head) -> None:
         raise _Stays("something is written between its Linear and the loss")
 
 
-def _gain(head: _Head, options: Options) -> int | None:
-    """Bytes that a step does not hold at once any more: of the logits and their gradient, but for a
-    piece. None where the number of rows depends on data."""
+def _others(view: View, head: _Head) -> list[tuple[Node, Node]]:
+    """Values between the Linear and the loss, with who else reads them."""
+    found = [(value, n) for value in head.nodes[1:] for n in view.readers[value]]
+    return [(value, reader) for value, reader in found if reader not in head.nodes]
+
+
+def _check_others(
+    view: View, head: _Head, others: Sequence[tuple[Node, Node]], options: Options
+) -> None:
+    site, loss, output = head.head, head.nodes[0], view.nodes[-1]
+    for value, reader in others:
+        by = "the caller" if reader is output else statement(reader)
+        said = f"its logits {called(value)} are also read by {by}"
+        if value not in head.logits or not (reader is output or _is_aside(view, reader)):
+            raise _Stays(said)
+        if reader is output and options.keeps_results:
+            raise _Stays(f"{said}, and Inductor asked for the fusion")
+        if not _value(loss).requires_grad:
+            raise _Stays(f"{said}, and nothing wants a gradient")
+    if any(isinstance(one, (tuple, list, dict)) for one in output.args[0]):  # type: ignore[union-attr]
+        raise _Stays("the graph's results are nested")
+    made, used = (hint_of(_value(n).numel()) for n in (site.node, head.nodes[1]))
+    if made != used:  # the kernels want rows one behind the other
+        raise _Stays("the loss reads some rows of logits that others read as well")
+    after = view.nodes[view.order[site.nodes[0]] + 1 :]
+    written = storages(n for one in after for n in view.writers.get(one, ()))
+    operands = [n for n in site.operands.values() if n is not None]
+    if not written.isdisjoint({None, *storages((*operands, *head.nodes))}):
+        raise _Stays("something is written behind its Linear")
+
+
+def _is_aside(view: View, reader: Node) -> bool:
+    """Does no gradient reach the logits through it, and does it leave them as they are?"""
+    value = _value(reader)
+    return type(value) is FakeTensor and not value.requires_grad and reader not in view.writers
+
+
+def _gain(head: _Head, others: Sequence[tuple[Node, Node]], options: Options) -> int | None:
+    """Bytes that a step does not hold at once any more: of the logits and their gradients, but for
+    a piece. None where the number of rows depends on data."""
     rows, columns = (hint_of(n) for n in _value(head.nodes[1]).shape)
     itemsize, weight = head.kind.itemsize, head.head.operands["weight"]
     assert columns is not None and weight is not None, "a Linear has both"
@@ -299,7 +345,9 @@ def _gain(head: _Head, options: Options) -> int | None:
     trains = _value(head.nodes[0]).requires_grad
     wanted = OPERANDS if trains else ()
     piece = rows_of_piece(rows, _value(weight), head.kind, wanted) * width_of(columns) * itemsize
-    return max((2 if trains else 1) * whole - piece, 0)
+    # Logits stay for others. A graph that returns them gets a gradient of theirs, of zeros.
+    stays = bool(others) and not any(reader.op == "output" for _, reader in others)
+    return max((1 + trains - stays) * whole - piece, 0)
 
 
 def _check_size(whole: int | None, columns: int) -> None:
@@ -334,24 +382,73 @@ def _check_kernel(head: _Head, options: Options) -> None:
 # ---- rewriting -----------------------------------------------------------------------------------
 
 
-def _rewrite(node: Node, head: _Head, given: dict[str, Any]) -> None:
-    """Make the loss the op, of x with the rows that the loss reads."""
-    site, value = head.head, _value(node)
+def _rewrite(
+    view: View, node: Node, head: _Head, given: dict[str, Any], is_kept: bool
+) -> tuple[Returned, ...]:
+    """Make the loss an op, of x with the rows that the loss reads. Returns what the graph returns
+    of the logits, if they are kept."""
+    site, out, mean = head.head, _value(node).dtype, given["reduction"] == "mean"
     x, weight, bias = (site.operands[name] for name in ("x", "weight", "bias"))
     assert x is not None and weight is not None, "a Linear has both"
     make = _maker(node)
     if site.kind == "matmul":
         weight = make("t", weight)
-    width = _value(x).shape[-1]
-    for name, arguments in filter(None, head.steps):
-        x = make(name, x, *(((*arguments, width),) if name == "reshape" else arguments))
-    labels = argument_of(node, 1, "target")
-    mean = given["reduction"] == "mean"
-    node.target, node.kwargs = HEAD_LOSS, {}
-    node.args = (x, weight, bias, labels, head.kind, value.dtype, given["ignore_index"], mean)
+    labels, ignored = argument_of(node, 1, "target"), given["ignore_index"]
+    moved = _moved(make, x, head.steps)
+    node.kwargs = {}
+    if not is_kept:
+        node.target = HEAD_LOSS
+        node.args = (moved[-1], weight, bias, labels, head.kind, out, ignored, mean)
+        returned = []
+    else:
+        node.target = HEAD_LOSS_KEPT
+        logits = _moved(make, head.logits[0], head.steps)[-1]
+        node.args = (moved[-1], weight, bias, logits, labels, out, ignored, mean)
+        returned = _return_operands(view, head, moved, weight, bias)
     for dead in head.nodes[1:]:
         if not dead.users:
             node.graph.erase_node(dead)
+    return tuple(returned)
+
+
+def _moved(make: Callable[..., Node], of: Node, steps: Sequence[_Step]) -> list[Node]:
+    """Rows of x or of logits before the steps and behind each."""
+    found, width = [of], _value(of).shape[-1]
+    for step in steps:
+        if step is not None:
+            name, arguments = step
+            of = make(name, of, *(((*arguments, width),) if name == "reshape" else arguments))
+        found.append(of)
+    return found
+
+
+def _return_operands(
+    view: View, head: _Head, moved: Sequence[Node], weight: Node, bias: Node | None
+) -> list[Returned]:
+    """Let the graph return its logits without a gradient, and beside them what they are made of.
+
+    moved: x, behind so many steps each."""
+    output = view.nodes[-1]
+    results: list[Any] = [*output.args[0]]  # type: ignore[misc]
+
+    def place(operand: Node | None) -> int | None:
+        if operand is None:
+            return None
+        if operand not in results:
+            results.append(operand)
+        return results.index(operand)
+
+    found = []
+    for at, value in enumerate(results[:]):
+        if value not in head.logits:
+            continue
+        operands = tuple(map(place, (moved[head.logits.index(value)], weight, bias)))
+        found.append(Returned(at, operands, head.kind))
+        with output.graph.inserting_before(output):
+            results[at] = output.graph.call_method("detach", (value,))
+        results[at].meta = {**value.meta, "example_value": _value(value).detach()}
+    output.args = (tuple(results),)
+    return found
 
 
 def _maker(node: Node) -> Callable[..., Node]:

@@ -81,8 +81,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: what no label counts in is not NaN",
         OP,
-        "share = count.clamp(min=1)",
-        "share = count",
+        "return count, count.clamp(min=1)",
+        "return count, count",
         (f"{TESTS}::test_where_no_label_counts[mean]",),
     ),
     (
@@ -95,8 +95,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: NaN of a row that does not count",
         OP,
-        "logits[:, :columns] = gradient * (counts[:, None] * scale)",
-        "logits[:, :columns] = torch.where(counts[:, None], gradient * scale, 0.0)",
+        "to[:, :columns] = shares * (counts[:, None] * scale)",
+        "to[:, :columns] = torch.where(counts[:, None], shares * scale, 0.0)",
         (f"{TESTS}::test_rows_that_are_not_finite[nan]",),
     ),
 )

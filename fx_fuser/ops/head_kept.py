@@ -1,0 +1,241 @@
+"""The cross entropy of a Linear's rows where something else reads the logits as well.
+
+    fx_fuser::head_loss.kept(x, weight, bias, logits, labels, …) = cross_entropy(logits, labels)
+
+The Linear has written the logits once, in its own dtype; they live as long as their other readers
+want them. Forward reads them for the losses, and keeps two numbers of each row. Backward makes
+their gradient for a piece of rows at a time, and at once its part of the gradients of x, weight and
+bias, as `fx_fuser.ops.head_loss` does in forward. So there is neither a copy of the logits in fp32
+nor their gradient.
+
+The gradients of the op bypass the logits. A gradient that reaches them from elsewhere takes its own
+way through the Linear, and autograd adds the two.
+
+AOTAutograd cannot be told that logits which a graph returns may see no gradient of their own: it
+makes one, of zeros. So `fx_fuser.passes.head_loss` lets a graph return logits without a gradient,
+beside what their Linear multiplies, and `attached` restores it outside: only a caller who sends a
+gradient through them pays for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser.kernels.head_loss import spec_of
+from fx_fuser.native import launch
+from fx_fuser.ops import run
+from fx_fuser.ops.head_loss import (
+    OPERANDS,
+    add_products,
+    divisors,
+    padded,
+    rows_of_piece,
+    sums_of,
+    width_of,
+    write_gradient,
+)
+from fx_fuser.ops.once import differentiable_once
+
+_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
+
+
+# ---- the functions of `fx_fuser.ops.run` ---------------------------------------------------------
+
+
+def _losses(
+    logits: Tensor, labels: Tensor, ignore_index: int, mean: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, the factor of gradients, and what `_grads` wants of each row."""
+    with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+        rows = logits.shape[0]
+        losses = logits.new_empty(rows, dtype=torch.float32)
+        sums = logits.new_empty((rows, 2), dtype=torch.float32)
+        if logits.device.type == "cuda":
+            given = _rows(logits), labels.contiguous(), losses, sums, ignore_index
+            launch.head_loss_kept(spec_of(logits.dtype), *given)
+        else:
+            values = logits.float()
+            losses.copy_(F.cross_entropy(values, labels, ignore_index=ignore_index, reduction="none"))
+            sums[:, 0] = values.amax(-1)
+            sums[:, 1] = (values - sums[:, :1]).exp().sum(-1)
+        count, share = divisors(labels, ignore_index, mean)
+        return losses.sum() / count, share, sums
+
+
+def _losses_like(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = [logits.new_empty((), dtype=torch.float32) for _ in range(2)]
+    return *numbers, logits.new_empty((logits.shape[0], 2), dtype=torch.float32)  # type: ignore[return-value]
+
+
+def _grads(
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    sums: Tensor,
+    scale: Tensor,
+    ignore_index: int,
+    wanted: Sequence[str],
+) -> list[Tensor]:
+    """Those of x and weight in their dtypes, that of a bias in fp32. scale: of the loss."""
+    compute = logits.dtype
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        (rows, columns), logits = logits.shape, _rows(logits)
+        height = rows_of_piece(rows, weight, compute, wanted)
+        operand, labels = padded(weight, compute), labels.contiguous()
+        totals = sums_of(x, weight, compute, wanted, height)
+        buffer = x.new_empty((height, width_of(columns)), dtype=compute)
+        for first in range(0, rows, height):
+            part = x[first : first + height].to(compute)
+            piece, gradient = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
+            _gradient(logits[piece], sums[piece], labels[piece], scale, gradient, ignore_index)
+            add_products(totals, piece, gradient, part, operand)
+        counts, dtypes = {"x": rows}, {"x": x.dtype, "weight": weight.dtype}
+        return [
+            total[: counts.get(name, columns)].to(dtypes.get(name, torch.float32))
+            for name, total in totals.items()
+        ]
+
+
+def _grads_like(x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    *_, wanted = rest
+    bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
+    like = {"x": x.new_empty(x.shape), "weight": weight.new_empty(weight.shape), "bias": bias}
+    return [like[name] for name in wanted]
+
+
+run.define("head_losses", _losses, _losses_like)
+run.define("head_grads", _grads, _grads_like)
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """As the kernels read them."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _gradient(
+    logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, to: Tensor, ignored: int
+) -> None:
+    """Of the losses of rows, by their logits, times the scale; 0 behind the columns."""
+    if logits.device.type == "cuda":
+        spec = spec_of(logits.dtype)
+        launch.head_loss_gradient(spec, logits, sums, labels, scale, to, ignored)
+        return
+    shares = (logits.float() - sums[:, :1]).exp() / sums[:, 1:]
+    write_gradient(to, shares, labels, scale, ignored)
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+class _KeptLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor,
+        ignore_index: int, mean: bool,
+    ) -> Tensor:  # fmt: skip
+        needed = zip(OPERANDS, (x, weight, bias), ctx.needs_input_grad)
+        ctx.wanted = {name: given.dtype for name, given, needs in needed if needs}  # type: ignore[union-attr]
+        ctx.ignore_index = ignore_index
+        loss, share, sums = _called("head_losses", logits, labels, ignore_index, mean)
+        ctx.save_for_backward(x, weight, logits, labels, sums, share)
+        return loss
+
+    @staticmethod
+    @differentiable_once(lambda _: "head_loss")
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        *given, share = ctx.saved_tensors
+        scale = d_loss.to(torch.float32) * share
+        made = _called("head_grads", *given, scale, ctx.ignore_index, list(ctx.wanted))
+        of = {name: grad.to(dtype) for (name, dtype), grad in zip(ctx.wanted.items(), made)}
+        return *(of.get(name) for name in OPERANDS), *[None] * 4
+
+
+def _called(name: str, *arguments: Any) -> list[Tensor]:
+    made: list[Tensor] = run.IN_TORCH(*run.arguments(name, arguments))
+    return made
+
+
+def _composite(
+    x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor,
+    out: torch.dtype, ignore_index: int, mean: bool,
+) -> Tensor:  # fmt: skip
+    with torch.autocast(x.device.type, enabled=False):
+        operands = x.reshape(-1, x.shape[-1]), weight, bias
+        of_loss = logits.detach().reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        loss: Tensor = _KeptLoss.apply(*operands, *of_loss, ignore_index, mean)
+        return loss.to(out)
+
+
+# As `fx_fuser::head_loss`, of logits [*, V] that the Linear has made of x; its gradients are those
+# of x, weight and bias. AOTAutograd sees through it.
+_LIBRARY.define(
+    "head_loss.kept(Tensor x, Tensor weight, Tensor? bias, Tensor logits, Tensor labels, "
+    "ScalarType out, int ignore_index, bool mean) -> Tensor"
+)
+_LIBRARY.impl("head_loss.kept", _composite, "CompositeImplicitAutograd")
+HEAD_LOSS_KEPT = torch.ops.fx_fuser.head_loss.kept
+
+
+# ---- outside the graph ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Logits that a graph returns without a gradient: at which place, at which x, weight and bias
+    of their Linear, and the dtype in which that multiplies."""
+
+    logits: int
+    operands: tuple[int | None, ...]
+    compute: torch.dtype
+
+
+class _Logits(torch.autograd.Function):
+    """The Linear, which has run already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, compute: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.compute, ctx.bias = compute, None if bias is None else bias.dtype
+        return logits.detach()
+
+    @staticmethod
+    @differentiable_once(lambda _: "head_loss")
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Any, ...]:
+        (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            rows = d_logits.reshape(-1, d_logits.shape[-1]).to(ctx.compute)
+            d_x = d_weight = d_bias = None
+            if needed[0]:
+                d_x = (rows @ weight.to(ctx.compute)).reshape(x.shape).to(x.dtype)
+            if needed[1]:
+                of_x = x.reshape(-1, x.shape[-1]).to(ctx.compute)
+                d_weight = (rows.t() @ of_x).to(weight.dtype)
+            if needed[2]:
+                d_bias = rows.sum(0).to(ctx.bias)
+        return d_x, d_weight, d_bias, None, None
+
+
+def attached(
+    compiled: Callable[..., Sequence[Any]], returned: Sequence[Returned], as_written: Sequence[Any]
+) -> Callable[..., tuple[Any, ...]]:
+    """The compiled graph, with the gradients of logits that it returns. as_written: the results of
+    the user's graph, the first of those of the compiled one."""
+
+    def call(*inputs: Any) -> tuple[Any, ...]:
+        made = [*compiled(*inputs)]
+        results = made[: len(as_written)]
+        for one in returned:
+            operands = (None if at is None else made[at] for at in one.operands)
+            results[one.logits] = _Logits.apply(*operands, made[one.logits], one.compute)
+        return tuple(results)
+
+    return call
