@@ -61,7 +61,9 @@ def _losses(
             launch.head_loss_kept(spec_of(logits.dtype), *given)
         else:
             values = logits.float()
-            losses.copy_(F.cross_entropy(values, labels, ignore_index=ignore_index, reduction="none"))
+            losses.copy_(
+                F.cross_entropy(values, labels, ignore_index=ignore_index, reduction="none")
+            )
             sums[:, 0] = values.amax(-1)
             sums[:, 1] = (values - sums[:, :1]).exp().sum(-1)
         count, share = divisors(labels, ignore_index, mean)
@@ -234,8 +236,30 @@ def attached(
         made = [*compiled(*inputs)]
         results = made[: len(as_written)]
         for one in returned:
+            _raise_if_changed(made, made[one.logits])
             operands = (None if at is None else made[at] for at in one.operands)
             results[one.logits] = _Logits.apply(*operands, made[one.logits], one.compute)
         return tuple(results)
 
     return call
+
+
+def _raise_if_changed(made: Sequence[Any], logits: Tensor) -> None:
+    """Let backward raise if the logits have been written to, as it does for a tensor that torch
+    saves. AOTAutograd saves and returns Inductor's as two tensors, which count writes apart."""
+    watched = logits.detach()
+    watched.data = logits.new_empty(0)  # counts the writes still, and does not hold the memory
+    before = watched._version
+
+    def check(_: Any) -> None:
+        # Compiled autograd traces this with other tensors, which count anew.
+        if not torch.compiler.is_compiling() and watched._version != before:
+            raise RuntimeError(
+                "logits that fx_fuser returned beside their loss have been modified by an inplace "
+                "operation, and the loss needs them for its gradient; modify a copy"
+            )
+
+    nodes = {one.grad_fn for one in made if isinstance(one, Tensor) and one.grad_fn is not None}
+    for node in nodes:
+        if node.name() == "CompiledFunctionBackward":
+            node.register_prehook(check)

@@ -174,9 +174,7 @@ def _rows(
         write_gradient(logits, values.softmax(-1), labels, scale, ignored)
 
 
-def write_gradient(
-    to: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, ignored: int
-) -> None:
+def write_gradient(to: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, ignored: int) -> None:
     """By torch, what the kernel writes. shares: softmax of logits in fp32, which it changes."""
     columns, counts = shares.shape[1], labels != ignored
     at = torch.where(counts, labels, 0)[:, None]

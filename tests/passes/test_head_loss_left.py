@@ -21,14 +21,42 @@ from fx_fuser.options import Options
 from fx_fuser.passes import head_loss
 
 
-def returned(m: Program, x: Tensor, y: Tensor) -> Any:
-    logits = m.head(x)
-    return F.cross_entropy(logits.view(-1, V), y.view(-1)), logits
-
-
-def also_an_accuracy(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def also_a_penalty(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float().view(-1, V)
-    return F.cross_entropy(logits, y.view(-1)) + (logits.argmax(-1) == y.view(-1)).float().mean()
+    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp(-1).square().mean()
+
+
+def likely_returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    likely = m.head(x).view(-1, V).log_softmax(-1)
+    return F.nll_loss(likely, y.view(-1)), likely
+
+
+def returned_and_written(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    loss = F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+    with torch.no_grad():
+        logits.mul_(2)
+    return loss, logits
+
+
+def written_behind(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    loss = F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+    logits.detach().view(-1)[0] = 1.0
+    return loss, logits
+
+
+def some_rows_of_what_is_returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    moved = logits[..., :-1, :].contiguous().view(-1, V)
+    return F.cross_entropy(moved, y[..., 1:].reshape(-1)), logits
+
+
+def returned_without_training(m: Program, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        logits = m.head(x)
+        loss = F.cross_entropy(logits.view(-1, V), y.view(-1))
+    return loss * x.sum(), logits
 
 
 def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -137,8 +165,12 @@ def in_a_transform(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 
 LEFT = {
-    returned: "also read by the caller",
-    also_an_accuracy: "also read by",
+    also_a_penalty: "also read by",
+    likely_returned: "also read by the caller",
+    returned_and_written: "also read by",
+    written_behind: "something is written behind",
+    some_rows_of_what_is_returned: "reads some rows",
+    returned_without_training: "nothing wants a gradient",
     class_weights: "class weights",
     smoothed: "label smoothing",
     of_each_row: "its reduction is 'none'",
@@ -223,7 +255,7 @@ def head_on_a_gpu() -> head_loss._Head:
     node = graph.placeholder("logits")
     node.meta["example_value"] = logits
     site = Site("linear", node, (node,), {}, {})
-    return head_loss._Head(site, (), (node,))
+    return head_loss._Head(site, (), (node,), (node,))
 
 
 def test_a_kernel_that_does_not_compile_costs_the_head_alone(
