@@ -56,7 +56,7 @@ def _losses(
         rows = logits.shape[0]
         losses = logits.new_empty(rows, dtype=torch.float32)
         sums = logits.new_empty((rows, 2), dtype=torch.float32)
-        if logits.device.type == "cuda":
+        if _runs_kernels(logits):
             given = _rows(logits), labels.contiguous(), losses, sums, ignore_index
             launch.head_loss_kept(spec_of(logits.dtype), *given)
         else:
@@ -116,6 +116,10 @@ run.define("head_losses", _losses, _losses_like)
 run.define("head_grads", _grads, _grads_like)
 
 
+def _runs_kernels(logits: Tensor) -> bool:
+    return logits.device.type == "cuda"
+
+
 def _rows(logits: Tensor) -> Tensor:
     """As the kernels read them."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
@@ -125,7 +129,7 @@ def _gradient(
     logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, to: Tensor, ignored: int
 ) -> None:
     """Of the losses of rows, by their logits, times the scale; 0 behind the columns."""
-    if logits.device.type == "cuda":
+    if _runs_kernels(logits):
         spec = spec_of(logits.dtype)
         launch.head_loss_gradient(spec, logits, sums, labels, scale, to, ignored)
         return
