@@ -112,7 +112,7 @@ def fuse_and_compile(
 ) -> tuple[Compiled | None, Outcome]:
     """Inductor and its caches see the rewritten graph."""
     coming, padded = provenance.Passes.over(gm, options, inputs), padding.settings(gm, options)
-    results = gm.graph.output_node().args[0]
+    results: Any = gm.graph.output_node().args[0]
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = {**coming.load(), **padded}
     if outcome.folds:

@@ -313,7 +313,7 @@ def _check_others(
             raise _Stays(f"{said}, and Inductor asked for the fusion")
         if not _value(loss).requires_grad:
             raise _Stays(f"{said}, and nothing wants a gradient")
-    if any(isinstance(one, (tuple, list, dict)) for one in output.args[0]):  # type: ignore[union-attr]
+    if any(isinstance(one, (tuple, list, dict)) for one in output.args[0]):
         raise _Stays("the graph's results are nested")
     made, used = (hint_of(_value(n).numel()) for n in (site.node, head.nodes[1]))
     if made != used:  # the kernels want rows one behind the other
@@ -429,7 +429,7 @@ def _return_operands(
 
     moved: x, behind so many steps each."""
     output = view.nodes[-1]
-    results: list[Any] = [*output.args[0]]  # type: ignore[misc]
+    results: list[Any] = [*output.args[0]]
 
     def place(operand: Node | None) -> int | None:
         if operand is None:
