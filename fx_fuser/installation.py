@@ -42,7 +42,7 @@ from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries
 from fx_fuser.options import FIRST_PASS, Options, is_off
 from fx_fuser.outcome import Outcome
-from fx_fuser.passes import folding, padding, provenance
+from fx_fuser.passes import folding, head_loss, padding, provenance
 from fx_fuser.planning import plan
 from fx_fuser.registry import registered_patterns
 
@@ -184,7 +184,7 @@ def _around(inductor: Callable[..., Any]) -> Callable[..., Any]:
             return made
 
         options = replace(options, inductor=given.get("config_patches") or {})
-        attempt = _compile_then_fuse if _can_be_late(options) else backend.fuse_and_compile
+        attempt = _compile_then_fuse if _can_be_late(gm, options) else backend.fuse_and_compile
         return backend.compile_graph(gm, inputs, options, compile_inner, attempt)
 
     fused.is_fx_fusers = True  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def _has_anchors(gm: GraphModule) -> bool:
 # ---- the pass ----------------------------------------------------------------------------------
 
 
-def _can_be_late(options: Options) -> bool:
+def _can_be_late(gm: GraphModule, options: Options) -> bool:
     """May Inductor run the pass, and leave it out where its caches have the graph?
 
     Not if sites are verified on each start, or if a check of a pattern has no file to name its
@@ -212,6 +212,7 @@ def _can_be_late(options: Options) -> bool:
     return (
         _HAS_LATE_PASSES
         and options.verify == "never"
+        and not (options.takes_heads and head_loss.has_losses(gm))
         and not setting(FIRST_PASS)
         and setting("use_pre_grad_passes")
         and setting("pre_grad_pass_timing") != "early"
@@ -248,16 +249,11 @@ def _compile_then_fuse(
 def _load_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
     """After a hit: the graph names kernels that the process had loaded in which it was fused."""
     try:
-        backend.fuse(twin(gm), _within(options), inputs=inputs)
+        backend.fuse(twin(gm), options, inputs=inputs)
     except Exception:
         if options.strict:
             raise
         log.info("the kernels of a graph from Inductor's cache were not all found", exc_info=True)
-
-
-def _within(options: Options) -> Options:
-    """Of a pass that Inductor's caches may stand in for."""
-    return replace(options, keeps_results=True)
 
 
 def _is_on_cuda(value: Any) -> bool:
@@ -287,7 +283,7 @@ class Fusion(CustomGraphPass):
             return  # of a region, which `fuse` finds itself
         # As when Dynamo calls a backend.
         with torch._C._DisablePythonDispatcher():
-            outcome = backend.fuse(self.gm, _within(self.options), inputs=self.inputs)
+            outcome = backend.fuse(self.gm, self.options, inputs=self.inputs)
             outcome.tell(self.options.strict)
         self.outcome = outcome
         if outcome.failed:

@@ -68,7 +68,6 @@ class Options:
     cpu_ops: on CPU too, run kernel ops and their autograd rule (reference implementation).
     inductor: all other keys; they must be options of `torch._inductor.config`.
     exported: no option of the user's; `fuse_exported` sets it.
-    keeps_results: no option of the user's; must a graph return what it did, and no more?
     """
 
     inner: str = "inductor"
@@ -86,7 +85,6 @@ class Options:
     cpu_ops: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
     exported: bool = False
-    keeps_results: bool = False
 
     @classmethod
     def parse(
@@ -96,8 +94,7 @@ class Options:
         if options is not None:
             check_mapping("options", options, "give a dict, say {'fp32': 'ieee'}")
         given = dict(options or {})
-        names = {f.name for f in dataclasses.fields(cls)}
-        names -= {"inductor", "exported", "keeps_results"}
+        names = {f.name for f in dataclasses.fields(cls)} - {"inductor", "exported"}
         values = {key: given.pop(key) for key in list(given) if key in names}
         if mode is not None and values.setdefault("mode", mode) != mode:
             raise OptionError(

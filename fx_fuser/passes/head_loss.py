@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.read.naming import called, statement
@@ -109,6 +109,10 @@ class _Head:
 def _value(node: Node) -> Any:
     """The fake tensor of a node that has one."""
     return meta_tensor(node)
+
+
+def has_losses(gm: GraphModule) -> bool:
+    return any(node.target in _LOSSES for node in gm.graph.nodes)
 
 
 def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
@@ -242,7 +246,7 @@ def _fuse(view: View, node: Node, head: _Head, options: Options, is_body: bool) 
     _check_head(view, head)
     others = _others(view, head)
     if others:
-        _check_others(view, head, others, options)
+        _check_others(view, head, others)
     if is_body:
         raise _Stays("it is in a checkpoint or another region, which would compute it twice")
     saved = _gain(head, others, options)
@@ -300,17 +304,13 @@ def _others(view: View, head: _Head) -> list[tuple[Node, Node]]:
     return [(value, reader) for value, reader in found if reader not in head.nodes]
 
 
-def _check_others(
-    view: View, head: _Head, others: Sequence[tuple[Node, Node]], options: Options
-) -> None:
+def _check_others(view: View, head: _Head, others: Sequence[tuple[Node, Node]]) -> None:
     site, loss, output = head.head, head.nodes[0], view.nodes[-1]
     for value, reader in others:
         by = "the caller" if reader is output else statement(reader)
         said = f"its logits {called(value)} are also read by {by}"
         if value not in head.logits or not (reader is output or _is_aside(view, reader)):
             raise _Stays(said)
-        if reader is output and options.keeps_results:
-            raise _Stays(f"{said}, and Inductor asked for the fusion")
         if not _value(loss).requires_grad:
             raise _Stays(f"{said}, and nothing wants a gradient")
     if any(isinstance(one, (tuple, list, dict)) for one in output.args[0]):

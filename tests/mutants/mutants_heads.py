@@ -4,6 +4,7 @@ from __future__ import annotations
 
 PASS, OP = "passes/head_loss.py", "ops/head_loss.py"
 TESTS = "tests/passes/test_head_loss.py"
+KEPT, STAYING = "ops/head_kept.py", "tests/passes/test_head_kept.py"
 LEFT = "tests/passes/test_head_loss_left.py"
 
 
@@ -18,7 +19,26 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("class weights", 'if given["weight"] is not None:', "class_weights"),
     _left("label smoothing", 'if given["label_smoothing"] != 0.0:', "smoothed"),
     _left("other reductions", 'if given["reduction"] not in _REDUCTIONS:', "of_each_row"),
-    _left("one reader", "        if others:\n", "returned", "        if False:\n"),
+    _left(
+        "readers with a gradient",
+        "reader is output or _is_aside(view, reader)",
+        "also_a_penalty",
+        "True",
+    ),
+    _left("what is read are logits", "if value not in head.logits or ", "likely_returned", "if "),
+    _left("readers that write", " and reader not in view.writers", "returned_and_written", ""),
+    _left(
+        "nothing is written behind",
+        "    after = view.nodes[view.order[site.nodes[0]] + 1 :]\n",
+        "written_behind",
+        "    after = []\n",
+    ),
+    _left("all rows of what is returned", "if made != used:", "some_rows_of_what_is_returned"),
+    _left(
+        "something wants a gradient",
+        "if not _value(loss).requires_grad:",
+        "returned_without_training",
+    ),
     _left("a cast that rounds", "if not kinds <= {head.kind, torch.float32}:", "rounded_again"),
     _left("one region", " or regions != {region}", "without_its_gradient", ""),
     _left(
@@ -49,6 +69,48 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     _left(
         "torch's own functions", "if not (is_torchs(node) and ", "by_the_users_flatten", "if not ("
+    ),
+    (
+        "heads: a write to logits is noticed",
+        KEPT,
+        "watched._version != before:",
+        "False:",
+        (f"{STAYING}::test_a_write_to_the_logits_is_noticed[True-aot_eager]",),
+    ),
+    (
+        "heads: what notices a write holds no memory",
+        KEPT,
+        "    watched.data = logits.new_empty(0)",
+        "    pass",
+        (f"{STAYING}::test_what_notices_a_write_holds_no_logits",),
+    ),
+    (
+        "heads: a gradient of logits comes from outside",
+        PASS,
+        'results[at] = output.graph.call_method("detach", (value,))',
+        "pass",
+        (f"{STAYING}::test_only_who_sends_a_gradient_through_the_logits_pays_for_one",),
+    ),
+    (
+        "heads: a gradient of returned logits is restored",
+        KEPT,
+        "results[one.logits] = _Logits",
+        "_ = _Logits",
+        (f"{STAYING}::test_a_gradient_of_the_logits_alone",),
+    ),
+    (
+        "heads: pieces of logits that stay begin where they do",
+        KEPT,
+        "_gradient(logits[piece], ",
+        "_gradient(logits[: part.shape[0]], ",
+        (f"{STAYING}::test_pieces_of_rows[True-dtype0-129]",),
+    ),
+    (
+        "heads: graphs that return logits are not in Inductor's caches alone",
+        "installation.py",
+        "and not (options.takes_heads and head_loss.has_losses(gm))",
+        "and True",
+        (f"{STAYING}::test_inductor_calls_fx_fuser",),
     ),
     (
         "heads: columns of an index",
