@@ -69,11 +69,13 @@ _ARGUMENTS = {
 class HeadLoss:
     """A loss behind a Linear. node: of the loss. bytes: of logits and their gradient that a
     training step does not hold at once any more; None where the sizes are unknown. reason: why it
-    stays as written. returned: logits that the graph returns, whose gradient comes from outside."""
+    stays as written. stay: do others read the logits? returned: those that the graph returns, whose
+    gradient comes from outside."""
 
     node: Node
     bytes: int | None = None
     reason: str = ""
+    stay: bool = False
     returned: tuple[Returned, ...] = ()
 
     @property
@@ -252,7 +254,7 @@ def _fuse(view: View, node: Node, head: _Head, options: Options, is_body: bool) 
     saved = _gain(head, others, options)
     _check_kernel(head, options)
     returned = _rewrite(view, node, head, given, is_kept=bool(others))
-    return HeadLoss(node, saved, returned=returned)
+    return HeadLoss(node, saved, stay=bool(others), returned=returned)
 
 
 def _check_loss(node: Node, given: dict[str, Any]) -> None:
@@ -292,10 +294,16 @@ def _check_head(view: View, head: _Head) -> None:
         raise _Stays("its Linear runs under another grad mode or autocast, or within a transform")
     if not view.reshaped.keys().isdisjoint(storages((*operands, *head.nodes))):
         raise _Stays("an operand is reshaped in place")
-    between = view.nodes[view.order[site.nodes[0]] + 1 : view.order[loss]]
-    written = storages(n for one in between for n in view.writers.get(one, ()))
-    if not written.isdisjoint({None, *storages((*operands, *head.nodes))}):
+    if _is_written(view, head, loss):
         raise _Stays("something is written between its Linear and the loss")
+
+
+def _is_written(view: View, head: _Head, end: Node) -> bool:
+    """Are operands or logits written to between the Linear and the end, or may they be?"""
+    operands = [n for n in head.head.operands.values() if n is not None]
+    nodes = view.nodes[view.order[head.head.nodes[0]] + 1 : view.order[end]]
+    written = storages(n for one in nodes for n in view.writers.get(one, ()))
+    return not written.isdisjoint({None, *storages((*operands, *head.nodes))})
 
 
 def _others(view: View, head: _Head) -> list[tuple[Node, Node]]:
@@ -305,30 +313,27 @@ def _others(view: View, head: _Head) -> list[tuple[Node, Node]]:
 
 
 def _check_others(view: View, head: _Head, others: Sequence[tuple[Node, Node]]) -> None:
-    site, loss, output = head.head, head.nodes[0], view.nodes[-1]
+    loss, output = head.nodes[0], view.nodes[-1]
     for value, reader in others:
         by = "the caller" if reader is output else statement(reader)
         said = f"its logits {called(value)} are also read by {by}"
-        if value not in head.logits or not (reader is output or _is_aside(view, reader)):
+        if value not in head.logits or not (reader is output or _is_aside(reader)):
             raise _Stays(said)
         if not _value(loss).requires_grad:
             raise _Stays(f"{said}, and nothing wants a gradient")
     if any(isinstance(one, (tuple, list, dict)) for one in output.args[0]):
         raise _Stays("the graph's results are nested")
-    made, used = (hint_of(_value(n).numel()) for n in (site.node, head.nodes[1]))
+    made, used = (hint_of(_value(n).numel()) for n in (head.logits[0], head.nodes[1]))
     if made != used:  # the kernels want rows one behind the other
         raise _Stays("the loss reads some rows of logits that others read as well")
-    after = view.nodes[view.order[site.nodes[0]] + 1 :]
-    written = storages(n for one in after for n in view.writers.get(one, ()))
-    operands = [n for n in site.operands.values() if n is not None]
-    if not written.isdisjoint({None, *storages((*operands, *head.nodes))}):
+    if _is_written(view, head, output):
         raise _Stays("something is written behind its Linear")
 
 
-def _is_aside(view: View, reader: Node) -> bool:
-    """Does no gradient reach the logits through it, and does it leave them as they are?"""
+def _is_aside(reader: Node) -> bool:
+    """Does no gradient reach the logits through it?"""
     value = _value(reader)
-    return type(value) is FakeTensor and not value.requires_grad and reader not in view.writers
+    return type(value) is FakeTensor and not value.requires_grad
 
 
 def _gain(head: _Head, others: Sequence[tuple[Node, Node]], options: Options) -> int | None:

@@ -21,17 +21,15 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("other reductions", 'if given["reduction"] not in _REDUCTIONS:', "of_each_row"),
     _left(
         "readers with a gradient",
-        "reader is output or _is_aside(view, reader)",
+        "reader is output or _is_aside(reader)",
         "also_a_penalty",
         "True",
     ),
     _left("what is read are logits", "if value not in head.logits or ", "likely_returned", "if "),
-    _left("readers that write", " and reader not in view.writers", "returned_and_written", ""),
     _left(
         "nothing is written behind",
-        "    after = view.nodes[view.order[site.nodes[0]] + 1 :]\n",
+        "if _is_written(view, head, output):",
         "written_behind",
-        "    after = []\n",
     ),
     _left("all rows of what is returned", "if made != used:", "some_rows_of_what_is_returned"),
     _left(
@@ -43,9 +41,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("one region", " or regions != {region}", "without_its_gradient", ""),
     _left(
         "a write in between",
-        "if not written.isdisjoint(",
+        "if _is_written(view, head, loss):",
         "written_in_between",
-        "if not set().isdisjoint(",
     ),
     _left(
         "reshaped in place",
