@@ -94,7 +94,7 @@ def head_loss_kept(count: int, columns: int, pitch: int) -> None:
     losses, sums = torch.empty(count, device="cuda"), torch.empty(count, 2, device="cuda")
     gradient = torch.empty(count, width_of(columns), device="cuda", dtype=torch.bfloat16)
     expected = F.cross_entropy(logits.float(), labels, reduction="none")
-    spec, scale = spec_of(torch.bfloat16), torch.ones((), device="cuda")
+    spec, scale = spec_of(torch.bfloat16), torch.ones(count, device="cuda")
 
     def run() -> None:
         launch.head_loss_kept(spec, logits, labels, losses, sums, -100)

@@ -36,13 +36,14 @@ from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match.pattern import Pattern
 from fx_fuser.graph.prepare.bodies import twin
+from fx_fuser.graph.read.heads import has_losses
 from fx_fuser.graph.read.subclasses import is_user_class
 from fx_fuser.kernels.precision import conv_tf32_allowed, matmul_tf32_requested
 from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries
 from fx_fuser.options import FIRST_PASS, Options, is_off
 from fx_fuser.outcome import Outcome
-from fx_fuser.passes import folding, head_loss, padding, provenance
+from fx_fuser.passes import folding, padding, provenance
 from fx_fuser.planning import plan
 from fx_fuser.registry import registered_patterns
 
@@ -212,7 +213,7 @@ def _can_be_late(gm: GraphModule, options: Options) -> bool:
     return (
         _HAS_LATE_PASSES
         and options.verify == "never"
-        and not (options.takes_heads and head_loss.has_losses(gm))
+        and not (options.takes_heads and has_losses(gm))
         and not setting(FIRST_PASS)
         and setting("use_pre_grad_passes")
         and setting("pre_grad_pass_timing") != "early"

@@ -117,10 +117,11 @@ def head_loss_gradient(
     gradient: Tensor,
     ignore_index: int,
 ) -> None:
-    """gradient[i] = scale times the gradient of the loss of row i by logits[i]; 0 behind them.
+    """gradient[i] = scale[i] times the gradient of the loss of row i by logits[i]; 0 behind them.
 
     Args:
-        spec: as of `head_loss`, and so are labels and scale.
+        spec: as of `head_loss`, and so are labels.
+        scale: [rows], float32, contiguous.
         logits, sums: of `head_loss_kept`.
         gradient: [rows, pitch], of the logits' dtype; rows adjacent, each aligned to 16 bytes.
 

@@ -1,9 +1,10 @@
-"""The cross entropy of a Linear's rows where something else reads the logits as well.
+"""The cross entropy of a Linear's rows where the logits stay until backward.
 
     fx_fuser::head_loss.kept(x, weight, bias, logits, labels, …) = cross_entropy(logits, labels)
 
-The Linear has written the logits once, in its own dtype; they live as long as their other readers
-want them. Forward reads them for the losses, and keeps two numbers of each row. Backward makes
+That is where something else reads them as well, and where each row has a loss of its own, so that
+forward does not know what its gradient is a multiple of. The Linear has written the logits once, in
+its own dtype. Forward reads them for the losses, and keeps two numbers of each row. Backward makes
 their gradient for a piece of rows at a time, and at once its part of the gradients of x, weight and
 bias, as `fx_fuser.ops.head_loss` does in forward. So there is neither a copy of the logits in fp32
 nor their gradient.
@@ -33,7 +34,6 @@ from fx_fuser.ops import run
 from fx_fuser.ops.head_loss import (
     OPERANDS,
     add_products,
-    divisors,
     padded,
     rows_of_piece,
     sums_of,
@@ -48,31 +48,25 @@ _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 # ---- the functions of `fx_fuser.ops.run` ---------------------------------------------------------
 
 
-def _losses(
-    logits: Tensor, labels: Tensor, ignore_index: int, mean: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, the factor of gradients, and what `_grads` wants of each row."""
+def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and what `_grads` wants of it."""
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        rows = logits.shape[0]
-        losses = logits.new_empty(rows, dtype=torch.float32)
-        sums = logits.new_empty((rows, 2), dtype=torch.float32)
+        losses, sums = _losses_like(logits)
         if _runs_kernels(logits):
             given = _rows(logits), labels.contiguous(), losses, sums, ignore_index
             launch.head_loss_kept(spec_of(logits.dtype), *given)
         else:
-            values = logits.float()
-            losses.copy_(
-                F.cross_entropy(values, labels, ignore_index=ignore_index, reduction="none")
-            )
+            values, how = logits.float(), {"ignore_index": ignore_index, "reduction": "none"}
+            losses.copy_(F.cross_entropy(values, labels, **how))  # type: ignore[arg-type]
             sums[:, 0] = values.amax(-1)
             sums[:, 1] = (values - sums[:, :1]).exp().sum(-1)
-        count, share = divisors(labels, ignore_index, mean)
-        return losses.sum() / count, share, sums
+        return losses, sums
 
 
-def _losses_like(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = [logits.new_empty((), dtype=torch.float32) for _ in range(2)]
-    return *numbers, logits.new_empty((logits.shape[0], 2), dtype=torch.float32)  # type: ignore[return-value]
+def _losses_like(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    return losses, logits.new_empty((rows, 2), dtype=torch.float32)
 
 
 def _grads(
@@ -85,7 +79,7 @@ def _grads(
     ignore_index: int,
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    """Those of x and weight in their dtypes, that of a bias in fp32. scale: of the loss."""
+    """Those of x and weight in their dtypes, that of a bias in fp32. scale: of each row's."""
     compute = logits.dtype
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         (rows, columns), logits = logits.shape, _rows(logits)
@@ -96,7 +90,8 @@ def _grads(
         for first in range(0, rows, height):
             part = x[first : first + height].to(compute)
             piece, gradient = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
-            _gradient(logits[piece], sums[piece], labels[piece], scale, gradient, ignore_index)
+            of_piece = logits[piece], sums[piece], labels[piece], scale[piece]
+            _gradient(*of_piece, gradient, ignore_index)
             add_products(totals, piece, gradient, part, operand)
         counts, dtypes = {"x": rows}, {"x": x.dtype, "weight": weight.dtype}
         return [
@@ -128,7 +123,7 @@ def _rows(logits: Tensor) -> Tensor:
 def _gradient(
     logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, to: Tensor, ignored: int
 ) -> None:
-    """Of the losses of rows, by their logits, times the scale; 0 behind the columns."""
+    """Of the losses of rows, by their logits, times each row's scale; 0 behind the columns."""
     if _runs_kernels(logits):
         spec = spec_of(logits.dtype)
         launch.head_loss_gradient(spec, logits, sums, labels, scale, to, ignored)
@@ -144,23 +139,22 @@ class _KeptLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor,
-        ignore_index: int, mean: bool,
+        ignore_index: int,
     ) -> Tensor:  # fmt: skip
         needed = zip(OPERANDS, (x, weight, bias), ctx.needs_input_grad)
         ctx.wanted = {name: given.dtype for name, given, needs in needed if needs}  # type: ignore[union-attr]
         ctx.ignore_index = ignore_index
-        loss, share, sums = _called("head_losses", logits, labels, ignore_index, mean)
-        ctx.save_for_backward(x, weight, logits, labels, sums, share)
-        return loss
+        losses, sums = _called("head_losses", logits, labels, ignore_index)
+        ctx.save_for_backward(x, weight, logits, labels, sums)
+        return losses
 
     @staticmethod
     @differentiable_once(lambda _: "head_loss")
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
-        *given, share = ctx.saved_tensors
-        scale = d_loss.to(torch.float32) * share
-        made = _called("head_grads", *given, scale, ctx.ignore_index, list(ctx.wanted))
+    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        given = *ctx.saved_tensors, scale.contiguous()
+        made = _called("head_grads", *given, ctx.ignore_index, list(ctx.wanted))
         of = {name: grad.to(dtype) for (name, dtype), grad in zip(ctx.wanted.items(), made)}
-        return *(of.get(name) for name in OPERANDS), *[None] * 4
+        return *(of.get(name) for name in OPERANDS), *[None] * 3
 
 
 def _called(name: str, *arguments: Any) -> list[Tensor]:
@@ -170,20 +164,24 @@ def _called(name: str, *arguments: Any) -> list[Tensor]:
 
 def _composite(
     x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor,
-    out: torch.dtype, ignore_index: int, mean: bool,
+    out: torch.dtype, ignore_index: int, reduction: str,
 ) -> Tensor:  # fmt: skip
     with torch.autocast(x.device.type, enabled=False):
         operands = x.reshape(-1, x.shape[-1]), weight, bias
         of_loss = logits.detach().reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        loss: Tensor = _KeptLoss.apply(*operands, *of_loss, ignore_index, mean)
-        return loss.to(out)
+        losses: Tensor = _KeptLoss.apply(*operands, *of_loss, ignore_index)
+        if reduction != "none":
+            losses = losses.sum()
+        if reduction == "mean":
+            losses = losses / (labels != ignore_index).sum()
+        return losses.to(out)
 
 
 # As `fx_fuser::head_loss`, of logits [*, V] that the Linear has made of x; its gradients are those
 # of x, weight and bias. AOTAutograd sees through it.
 _LIBRARY.define(
     "head_loss.kept(Tensor x, Tensor weight, Tensor? bias, Tensor logits, Tensor labels, "
-    "ScalarType out, int ignore_index, bool mean) -> Tensor"
+    "ScalarType out, int ignore_index, str reduction) -> Tensor"
 )
 _LIBRARY.impl("head_loss.kept", _composite, "CompositeImplicitAutograd")
 HEAD_LOSS_KEPT = torch.ops.fx_fuser.head_loss.kept

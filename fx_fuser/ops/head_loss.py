@@ -72,11 +72,11 @@ def _head_loss(
     labels: Tensor,
     compute: torch.dtype,
     ignore_index: int,
-    mean: bool,
+    reduction: str,
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    """The loss, the wanted gradients' common factor, and these without it, in the order of
-    `OPERANDS`."""
+    """The loss, or without a reduction each row's, the wanted gradients' common factor, and these
+    without it, in the order of `OPERANDS`."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, columns = x.shape[0], weight.shape[0]
         operands = padded(weight, compute), None if bias is None else padded(bias, compute)
@@ -84,7 +84,9 @@ def _head_loss(
         sums = sums_of(x, weight, compute, wanted, height)
         losses = x.new_empty(rows, dtype=torch.float32)
         buffer = x.new_empty((height, width_of(columns)), dtype=compute)
-        count, share = divisors(labels, ignore_index, mean)
+        is_mean = reduction == "mean"
+        count = (labels != ignore_index).sum() if is_mean else labels.new_ones(())
+        share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
         is_fp16 = compute is torch.float16
         scale = torch.full_like(share, _FP16_SCALE) if is_fp16 else share
         for first in range(0, rows, height):
@@ -101,28 +103,22 @@ def _head_loss(
             for name, total in sums.items()
         ]
         factor = share / _FP16_SCALE if is_fp16 else torch.ones_like(share)
-        return [losses.sum() / count, factor, *made]
+        return [losses if reduction == "none" else losses.sum() / count, factor, *made]
 
 
 def _like(
     x: Tensor, weight: Tensor, bias: Any, labels: Any, compute: torch.dtype, *rest: Any
 ) -> list[Tensor]:
-    *_, wanted = rest
+    *_, reduction, wanted = rest
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     kept = {"weight": kept_dtype(weight, compute)}
-    numbers = [x.new_empty((), dtype=torch.float32) for _ in range(2)]
+    shape = x.shape[:1] if reduction == "none" else ()
+    numbers = [x.new_empty(of, dtype=torch.float32) for of in (shape, ())]
     grads = [x.new_empty(shapes[n], dtype=kept.get(n, torch.float32)) for n in wanted]
     return [*numbers, *grads]
 
 
 run.define("head_loss", _head_loss, _like)
-
-
-def divisors(labels: Tensor, ignore_index: int, mean: bool) -> tuple[Tensor, Tensor]:
-    """What the sum of losses is divided by, and what gradients are multiplied by: with no label
-    these are no NaN."""
-    count = (labels != ignore_index).sum() if mean else labels.new_ones(())
-    return count, count.clamp(min=1).to(torch.float32).reciprocal()
 
 
 def kept_dtype(weight: Tensor, compute: torch.dtype) -> torch.dtype:
@@ -180,7 +176,7 @@ def write_gradient(to: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, ig
     at = torch.where(counts, labels, 0)[:, None]
     shares.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
     # A product, not a choice: what is NaN stays NaN where the label does not count, as in eager.
-    to[:, :columns] = shares * (counts[:, None] * scale)
+    to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]
     to[:, columns:] = 0.0
 
 
@@ -241,11 +237,11 @@ def _called(*arguments: Any) -> list[Tensor]:
 
 def _composite(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-    compute: torch.dtype, out: torch.dtype, ignore_index: int, mean: bool,
+    compute: torch.dtype, out: torch.dtype, ignore_index: int, reduction: str,
 ) -> Tensor:  # fmt: skip
     with torch.autocast(x.device.type, enabled=False):
         operands = x.reshape(-1, x.shape[-1]), weight, bias
-        given = *operands, labels.reshape(-1), compute, ignore_index, mean
+        given = *operands, labels.reshape(-1), compute, ignore_index, reduction
         trains = any(v is not None and v.requires_grad for v in operands)
         if torch.is_grad_enabled() and trains:
             loss: Tensor = _HeadLoss.apply(*given)
@@ -255,10 +251,10 @@ def _composite(
 
 
 # x [*, K], weight [V, K], labels as x without its last dimension. compute: of the logits, out: of
-# the loss. AOTAutograd sees through it.
+# the loss. reduction: as of cross_entropy; "none" has no gradient. AOTAutograd sees through it.
 _LIBRARY.define(
     "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute, "
-    "ScalarType out, int ignore_index, bool mean) -> Tensor"
+    "ScalarType out, int ignore_index, str reduction) -> Tensor"
 )
 _LIBRARY.impl("head_loss", _composite, "CompositeImplicitAutograd")
 HEAD_LOSS = torch.ops.fx_fuser.head_loss.default

@@ -71,12 +71,6 @@ void check_one_a_row(const Tensor& given, const Tensor& logits, const char* what
                   "fx_fuser: ", what, " are not ", count, " ", toString(type), " a row");
 }
 
-void check_scale(const Tensor& scale) {
-  require_cuda(scale, "scale");
-  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() == 1,
-                  "fx_fuser: the scale of gradients is not one float32");
-}
-
 void launch_rows(const Kernel& kernel, const Tensor& logits, const HeadLossArgs& args) {
   if (logits.size(0) == 0) return;
   const int device = logits.get_device_index();
@@ -90,7 +84,11 @@ void head_loss(int64_t handle, const Tensor& logits, const Tensor& labels, const
   check_padded_rows(kernels, logits, "logits", columns);
   check_one_a_row(labels, logits, "labels", ScalarType::Long, 1);
   check_one_a_row(losses, logits, "losses", ScalarType::Float, 1);
-  if (scale) check_scale(*scale);
+  if (scale) {
+    require_cuda(*scale, "scale");
+    STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->numel() == 1,
+                    "fx_fuser: the scale of gradients is not one float32");
+  }
   HeadLossArgs args{};
   args.logits = args.gradient = logits.data_ptr();
   args.scale = scale ? static_cast<const float*>(scale->data_ptr()) : nullptr;
@@ -136,7 +134,7 @@ void head_loss_gradient(int64_t handle, const Tensor& logits, const Tensor& sums
   check_padded_rows(kernels, gradient, "gradients", logits.size(1));
   STD_TORCH_CHECK(gradient.size(0) == logits.size(0), "fx_fuser: gradients of ", gradient.size(0),
                   " rows, not of ", logits.size(0));
-  check_scale(scale);
+  check_one_a_row(scale, logits, "scales", ScalarType::Float, 1);
   args.gradient = gradient.data_ptr();
   args.gradient_pitch = static_cast<int32_t>(gradient.stride(0));
   args.scale = static_cast<const float*>(scale.data_ptr());

@@ -184,7 +184,7 @@ __device__ __forceinline__ void head_loss_gradient(const HeadLossArgs& args) {
   T* gradient = static_cast<T*>(args.gradient) + int64_t{blockIdx.x} * args.gradient_pitch;
   const int label = label_of(args);
   const RowSums sums = args.sums[blockIdx.x];
-  const float scale = label >= 0 ? *args.scale : 0.0f;
+  const float scale = label >= 0 ? args.scale[blockIdx.x] : 0.0f;
   kept_row<T, kWidth>(args).store_gradient(gradient, args.gradient_pitch, {sums.largest, sums.sum},
                                            scale, label);
 }

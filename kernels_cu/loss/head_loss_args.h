@@ -18,7 +18,7 @@ struct HeadLossArgs {
   const void* logits;     // [rows, pitch]
   void* gradient;         // [rows, gradient_pitch], each row aligned to 16 bytes; or the logits
   RowSums* sums;          // [rows]
-  const float* scale;     // of the gradient; null: the logits stay
+  const float* scale;     // of gradients in place, null: the logits stay; else one a row
   const int64_t* labels;  // [rows]
   float* losses;          // [rows]
   int64_t pitch;

@@ -99,7 +99,7 @@ def _compare_kept(
         launch.head_loss_kept(spec, kept, labels, losses, sums, IGNORED)
         _compare_losses(failures, said, losses, exact)
         made = torch.full_like(logits, SENTINEL)
-        given = torch.tensor(scale, device=CUDA)
+        given = torch.full(labels.shape, scale, device=CUDA)
         launch.head_loss_gradient(spec, kept, sums, labels, given, made, IGNORED)
         _compare_gradients(failures, said, made, gradient, scale)
         if not bool(((kept == before) | before.isnan()).all()):
@@ -165,7 +165,7 @@ def refusals(failures: list[str]) -> None:
         _is_refused(failures, what, launch.head_loss, given)
     sums, made = torch.zeros(2, 2, device=CUDA), torch.zeros_like(logits)
     kept = {"logits": logits, "labels": labels, "losses": losses, "sums": sums}
-    gradient = {"logits": logits, "sums": sums, "labels": labels, "scale": scale, "gradient": made}
+    gradient = {"logits": logits, "sums": sums, "labels": labels, "scale": losses, "gradient": made}
     for call, right, wrong in (
         (launch.head_loss_kept, kept, {"logits": logits.t()}),
         (launch.head_loss_kept, kept, {"logits": logits.half()}),
@@ -175,7 +175,7 @@ def refusals(failures: list[str]) -> None:
         (launch.head_loss_gradient, gradient, {"logits": logits[:, ::2]}),
         (launch.head_loss_gradient, gradient, {"sums": sums.double()}),
         (launch.head_loss_gradient, gradient, {"labels": labels.int()}),
-        (launch.head_loss_gradient, gradient, {"scale": losses}),
+        (launch.head_loss_gradient, gradient, {"scale": scale}),
         (launch.head_loss_gradient, gradient, {"gradient": made[:1]}),
         (launch.head_loss_gradient, gradient, {"gradient": made[:, :16]}),
         (launch.head_loss_gradient, gradient, {"gradient": made.flatten()[:42].view(2, 21)}),

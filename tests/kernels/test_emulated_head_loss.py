@@ -57,9 +57,9 @@ def test_a_label_that_is_no_column_stops_the_kernel(label: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_op_with_the_kernel_is_the_op_without(
-    dtype: torch.dtype, mean: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By pieces of rows, of fp32 weights: the same gemms around it."""
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_the_op_with_the_kernel_is_the_op_without(
         launch.head_loss(spec_of(dtype), logits, labels.contiguous(), *rest)
 
     def made() -> list[Tensor]:
-        loss = op.HEAD_LOSS(*given, labels, dtype, torch.float32, -100, mean)
+        loss = op.HEAD_LOSS(*given, labels, dtype, torch.float32, -100, reduction)
         return [loss.detach(), *torch.autograd.grad(loss, given)]
 
     monkeypatch.setattr(op, "_ROWS", 1)
@@ -95,7 +95,7 @@ def test_the_op_of_kept_logits_with_the_kernels_is_the_op_without(
     logits = x @ weight.t() + bias
 
     def made() -> list[Tensor]:
-        loss = head_kept.HEAD_LOSS_KEPT(*given, logits, labels, torch.float32, -100, True)
+        loss = head_kept.HEAD_LOSS_KEPT(*given, logits, labels, torch.float32, -100, "mean")
         return [loss.detach(), *torch.autograd.grad(loss, given)]
 
     monkeypatch.setattr(op, "_ROWS", 1)

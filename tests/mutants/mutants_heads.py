@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-PASS, OP = "passes/head_loss.py", "ops/head_loss.py"
+PASS, OP, READ = "passes/head_loss.py", "ops/head_loss.py", "graph/read/heads.py"
 TESTS = "tests/passes/test_head_loss.py"
 KEPT, STAYING = "ops/head_kept.py", "tests/passes/test_head_kept.py"
 LEFT = "tests/passes/test_head_loss_left.py"
 
 
 def _left(
-    name: str, old: str, body: str, new: str = "if False:"
+    name: str, old: str, body: str, new: str = "if False:", of: str = PASS
 ) -> tuple[str, str, str, str, tuple[str]]:
-    return f"heads: {name}", PASS, old, new, (f"{LEFT}::test_a_loss_that_stays[{body}]",)
+    return f"heads: {name}", of, old, new, (f"{LEFT}::test_a_loss_that_stays[{body}]",)
 
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("class weights", 'if given["weight"] is not None:', "class_weights"),
     _left("label smoothing", 'if given["label_smoothing"] != 0.0:', "smoothed"),
-    _left("other reductions", 'if given["reduction"] not in _REDUCTIONS:', "of_each_row"),
     _left(
         "readers with a gradient",
         "reader is output or _is_aside(reader)",
         "also_a_penalty",
         "True",
     ),
+    _left("one of a row", "of_row == 1 and ", "two_of_a_row", ""),
+    _left("of every row", " and rows == [*value_of(likely).shape[:-1]]", "of_a_few_rows", ""),
+    _left("along a row", "dim in (-1, len(rows)) and ", "over_rows", ""),
     _left("what is read are logits", "if value not in head.logits or ", "likely_returned", "if "),
     _left(
         "nothing is written behind",
@@ -34,7 +36,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("all rows of what is returned", "if made != used:", "some_rows_of_what_is_returned"),
     _left(
         "something wants a gradient",
-        "if not _value(loss).requires_grad:",
+        "if not value_of(loss).requires_grad:",
         "returned_without_training",
     ),
     _left("a cast that rounds", "if not kinds <= {head.kind, torch.float32}:", "rounded_again"),
@@ -51,21 +53,33 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if not set().isdisjoint(",
     ),
     _left("no checkpoint", "    if is_body:\n", "in_a_checkpoint", "    if False:\n"),
-    _left("columns of a view", "or now.shape[-1] != width:", "columns_turned_to_rows", "or False:"),
+    _left(
+        "columns of a view",
+        "or now.shape[-1] != width:",
+        "columns_turned_to_rows",
+        "or False:",
+        READ,
+    ),
     _left(
         "which softmax",
-        "dim % _value(node).ndim == _value(node).ndim - 1",
+        "dim % value_of(node).ndim == value_of(node).ndim - 1",
         "of_softmax_over_rows",
         "True",
+        READ,
     ),
     _left(
         "a loss of what is normalised",
         "is_head = is_normalised and ",
         "not_normalised",
         "is_head = ",
+        READ,
     ),
     _left(
-        "torch's own functions", "if not (is_torchs(node) and ", "by_the_users_flatten", "if not ("
+        "torch's own functions",
+        "if not (is_torchs(node) and ",
+        "by_the_users_flatten",
+        "if not (",
+        READ,
     ),
     (
         "heads: a write to logits is noticed",
@@ -98,20 +112,20 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: pieces of logits that stay begin where they do",
         KEPT,
-        "_gradient(logits[piece], ",
-        "_gradient(logits[: part.shape[0]], ",
+        "of_piece = logits[piece], ",
+        "of_piece = logits[: part.shape[0]], ",
         (f"{STAYING}::test_pieces_of_rows[True-dtype0-129]",),
     ),
     (
         "heads: graphs that return logits are not in Inductor's caches alone",
         "installation.py",
-        "and not (options.takes_heads and head_loss.has_losses(gm))",
+        "and not (options.takes_heads and has_losses(gm))",
         "and True",
         (f"{STAYING}::test_inductor_calls_fx_fuser",),
     ),
     (
         "heads: columns of an index",
-        PASS,
+        READ,
         "return _keeps_columns(node.args[1], was.ndim)",
         "return True",
         (f"{LEFT}::test_one_column_of_as_many_rows",),
@@ -140,8 +154,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: what no label counts in is not NaN",
         OP,
-        "return count, count.clamp(min=1)",
-        "return count, count",
+        "share = count.clamp(min=1)",
+        "share = count",
         (f"{TESTS}::test_where_no_label_counts[mean]",),
     ),
     (
@@ -154,7 +168,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: NaN of a row that does not count",
         OP,
-        "to[:, :columns] = shares * (counts[:, None] * scale)",
+        "to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]",
         "to[:, :columns] = torch.where(counts[:, None], shares * scale, 0.0)",
         (f"{TESTS}::test_rows_that_are_not_finite[nan]",),
     ),

@@ -26,7 +26,7 @@ from heads import (
     model,
     rows,
 )
-from helpers import Program, calls, compiled
+from helpers import Program, calls, compiled, recorded
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -83,6 +83,30 @@ def of_log_softmax(m: Program, x: Tensor, y: Tensor) -> Any:
     return F.nll_loss(likely.view(-1, V), y.view(-1)), logits
 
 
+def of_each_row(m: Program, x: Tensor, y: Tensor) -> Any:
+    """Forward does not know what their gradients are multiples of."""
+    losses = F.cross_entropy(m.biased(x)[:, 1:].flatten(0, 1), y[:, 1:].flatten(), reduction="none")
+    return losses.square().mean(), losses
+
+
+def of_each_row_and_returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.biased(x).view(-1, V)
+    return F.cross_entropy(logits, y.view(-1), reduction="none"), logits
+
+
+def likely_tokens(m: Program, x: Tensor, y: Tensor) -> Any:
+    """Log-probabilities of a sequence, as in reinforcement learning."""
+    y = y.clamp(min=0)
+    likely = m.biased(x).float().log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    return (likely.exp() * (y > 3)).sum(-1), likely
+
+
+def likely_tokens_and_logits(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    likely = F.log_softmax(logits, dim=2)
+    return torch.gather(input=likely, dim=2, index=y.clamp(min=0)[..., None]), logits
+
+
 def twice(m: Program, x: Tensor, y: Tensor) -> Any:
     loss, logits = returned(m, x, y)
     other, others = returned(m, x * 0.5, y)
@@ -91,7 +115,8 @@ def twice(m: Program, x: Tensor, y: Tensor) -> Any:
 
 FORMS = {
     returned: 1, as_causal_models: 1, in_fp32_and_as_rows: 1, by_matmul: 1, of_hidden_states: 1,
-    also_an_accuracy: 1, of_log_softmax: 1, twice: 2,
+    also_an_accuracy: 1, of_log_softmax: 1, of_each_row: 1, of_each_row_and_returned: 1,
+    likely_tokens: 1, likely_tokens_and_logits: 1, twice: 2,
 }  # fmt: skip
 
 
@@ -136,6 +161,16 @@ def test_a_tied_weight() -> None:
     check(model(autocast(body)), torch.randint(0, V, (B, T)))
 
 
+def test_losses_of_rows_without_gradients() -> None:
+    """There the logits of all rows do not exist."""
+    made, x, y = model(autocast(of_each_row)), rows(B, T), labels(B, T)
+    with torch.no_grad(), recorded() as graphs:
+        ours, expected = compiled(made, auto=True)(x, y), made(x, y)
+    for one, other in zip(ours, expected):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+    assert found() == 1 and not calls(graphs)["linear"]
+
+
 @pytest.mark.parametrize("frozen", ["x", "head", "bias"])
 def test_some_gradients_alone(frozen: str) -> None:
     made, x = model(autocast(returned)), rows(B, T)
@@ -154,7 +189,7 @@ def test_only_who_sends_a_gradient_through_the_logits_pays_for_one(
     backward = head_kept._Logits.backward
 
     def noted(ctx: Any, d_logits: Tensor) -> Any:
-        sent.append(d_logits)
+        sent.append(ctx.needs_input_grad)
         return backward(ctx, d_logits)
 
     monkeypatch.setattr(head_kept._Logits, "backward", staticmethod(noted))
@@ -164,7 +199,7 @@ def test_only_who_sends_a_gradient_through_the_logits_pays_for_one(
     assert not sent and found() == 1
     loss, logits = fast(rows(B, T), labels(B, T))
     (loss + logits.sum()).backward()
-    assert len(sent) == 1
+    assert sent == [(True, True, True, False, False)]  # the graph's own logits have none
 
 
 def test_what_notices_a_write_holds_no_logits() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser.errors import BuildError
+from fx_fuser.graph.read.heads import Head
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.native import load
 from fx_fuser.options import Options
@@ -66,10 +67,6 @@ def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 def smoothed(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), label_smoothing=0.1)
-
-
-def of_each_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), reduction="none").square().mean()
 
 
 def soft_labels(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -133,6 +130,24 @@ def normalised_and_normalised(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x).view(-1, V).log_softmax(-1), y.view(-1))
 
 
+def two_of_a_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return m.head(x).log_softmax(-1).gather(-1, y.clamp(0)[..., None].expand(B, T, 2)).sum()
+
+
+def of_a_few_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """A gather drops rows that the index does not have."""
+    return m.head(x).log_softmax(-1).gather(-1, y.clamp(0)[:, 1:, None]).sum()
+
+
+def over_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return m.head(x)[:, :1].log_softmax(-1).gather(1, y.clamp(0, 0)[:, :1, None]).sum()
+
+
+def picked_and_an_entropy(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).log_softmax(-1)
+    return likely.gather(-1, y.clamp(0)[..., None]).sum() + (likely.exp() * likely).sum()
+
+
 def reshaped_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         h = x * 1.0
@@ -173,8 +188,11 @@ LEFT = {
     returned_without_training: "nothing wants a gradient",
     class_weights: "class weights",
     smoothed: "label smoothing",
-    of_each_row: "its reduction is 'none'",
     soft_labels: "no tensor of indices",
+    two_of_a_row: "one log-probability a row",
+    of_a_few_rows: "one log-probability a row",
+    over_rows: "one log-probability a row",
+    picked_and_an_entropy: "also read by",
     one_row: "is not [rows, classes]",
     classes_in_between: "",
     of_some_columns: "",
@@ -247,7 +265,7 @@ def test_which_sizes_a_gpu_takes(rows: int | None, columns: int, said: str) -> N
         assert not said
 
 
-def head_on_a_gpu() -> head_loss._Head:
+def head_on_a_gpu() -> Head:
     """Of a graph of fake tensors."""
     graph = torch.fx.Graph()
     with FakeTensorMode():
@@ -255,7 +273,7 @@ def head_on_a_gpu() -> head_loss._Head:
     node = graph.placeholder("logits")
     node.meta["example_value"] = logits
     site = Site("linear", node, (node,), {}, {})
-    return head_loss._Head(site, (), (node,), (node,))
+    return Head(site, (), (node,), (node,))
 
 
 def test_a_kernel_that_does_not_compile_costs_the_head_alone(
