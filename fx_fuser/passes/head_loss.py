@@ -221,8 +221,9 @@ def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -
             raise _Stays(said)
         if not value_of(loss).requires_grad:
             raise _Stays(f"{said}, and nothing wants a gradient")
-    if any(isinstance(one, (tuple, list, dict)) for one in output.args[0]):
-        raise _Stays("the graph's results are nested")
+    results = output.args[0]  # of DDPOptimizer's graphs perhaps one alone
+    if not isinstance(results, (tuple, list)) or not all(isinstance(n, Node) for n in results):
+        raise _Stays("the graph's results are not a list of values")
     made, used = (hint_of(value_of(n).numel()) for n in (head.logits[0], head.nodes[1]))
     if made != used:  # the kernels want rows one behind the other
         raise _Stays("the loss reads some rows of logits that others read as well")
