@@ -8,13 +8,13 @@ of transformers' models, or as `F.nll_loss` of a `log_softmax`, or what a `gathe
 log-probabilities of reinforcement learning. `fx_fuser.ops.head_loss` says what
 is computed, and what that saves.
 
-Where the graph returns logits, or reads them without a gradient, as for an accuracy, or where each
-row has a loss of its own, the Linear stays, and the loss is an op that reads what it wrote
+The op without logits makes the gradients in forward. Where the graph returns logits, or reads them
+without a gradient, as for an accuracy, where each row has a loss of its own, and in a checkpoint,
+which runs forward twice, the Linear stays, and the loss is an op that reads what it wrote
 (`fx_fuser.ops.head_kept`).
 
-The op without logits makes the gradients in forward. So a loss stays as written where forward would
-run twice, in a checkpoint, and where the logits are small: then a library's one gemm and one pass
-are as fast.
+A loss stays as written where the logits are small: then a library's one gemm and one pass are as
+fast.
 """
 
 from __future__ import annotations
@@ -121,11 +121,13 @@ def _fuse(view: View, node: Node, head: Head, options: Options, is_body: bool) -
     others = _others(view, head)
     if others:
         _check_others(view, head, others)
-    # Of a row's own loss forward does not know the gradient.
-    stay = bool(others) or (given.reduction == "none" and value_of(node).requires_grad)
-    if is_body:
-        raise _Stays("it is in a checkpoint or another region, which would compute it twice")
-    saved = _gain(head, stay, any(reader.op == "output" for _, reader in others), options)
+    is_returned = any(reader.op == "output" for _, reader in others)
+    if is_body and is_returned:
+        raise _Stays("its logits leave a checkpoint or another region")
+    # Of a row's own loss forward does not know the gradient, and a checkpoint runs it twice.
+    waits = given.reduction == "none" or is_body
+    stay = bool(others) or (waits and value_of(node).requires_grad)
+    saved = _gain(head, stay, is_returned, options)
     _check_kernel(head, options)
     returned = _rewrite(view, node, head, given, stay)
     return HeadLoss(node, saved, stay=stay, returned=returned)

@@ -52,7 +52,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "reshaped_in_place",
         "if not set().isdisjoint(",
     ),
-    _left("no checkpoint", "    if is_body:\n", "in_a_checkpoint", "    if False:\n"),
+    _left("none out of a checkpoint", "if is_body and is_returned:", "out_of_a_checkpoint"),
     _left(
         "columns of a view",
         "or now.shape[-1] != width:",
@@ -80,6 +80,27 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "by_the_users_flatten",
         "if not (",
         READ,
+    ),
+    (
+        "heads: in a checkpoint gradients are made in backward",
+        PASS,
+        'waits = given.reduction == "none" or is_body',
+        'waits = given.reduction == "none"',
+        (f"{STAYING}::test_in_a_checkpoint",),
+    ),
+    (
+        "heads: rows' own losses wait for their gradients",
+        PASS,
+        'waits = given.reduction == "none" or is_body',
+        "waits = is_body",
+        (f"{STAYING}::test_under_autocast[of_each_row]",),
+    ),
+    (
+        "heads: rows' own losses without gradients do not wait",
+        PASS,
+        "(waits and value_of(node).requires_grad)",
+        "waits",
+        (f"{STAYING}::test_losses_of_rows_without_gradients",),
     ),
     (
         "heads: a write to logits is noticed",

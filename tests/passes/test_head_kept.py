@@ -168,7 +168,7 @@ def test_losses_of_rows_without_gradients() -> None:
         ours, expected = compiled(made, auto=True)(x, y), made(x, y)
     for one, other in zip(ours, expected):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
-    assert found() == 1 and not calls(graphs)["linear"]
+    assert found() == 1 and not calls(graphs)["fx_fuser::linear"]
 
 
 @pytest.mark.parametrize("frozen", ["x", "head", "bias"])
@@ -355,6 +355,16 @@ def test_behind_a_checkpoint() -> None:
         return returned(m, checkpoint(torch.tanh, x, use_reentrant=False), y)
 
     check(model(autocast(body)), rows(B, T), labels(B, T), taken=first)
+
+
+def test_in_a_checkpoint() -> None:
+    """Which runs forward twice, and makes no gradient there."""
+
+    def body(m: Program, x: Tensor, y: Tensor) -> Any:
+        return checkpoint(lambda x, y: returned(m, x, y)[0], x, y, use_reentrant=False)
+
+    graphs = check(model(autocast(body)), rows(B, T), labels(B, T))
+    assert calls(graphs)["fx_fuser::linear"] == 1
 
 
 @SLOW

@@ -166,8 +166,12 @@ def by_the_users_flatten(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(flatten(m.head(x), 0, 1), y.view(-1))
 
 
-def in_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return checkpoint(lambda x, y: viewed(m, x, y), x, y, use_reentrant=False)
+def out_of_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    def both(x: Tensor, y: Tensor) -> Any:
+        logits = m.head(x)
+        return F.cross_entropy(logits.view(-1, V), y.view(-1)), logits
+
+    return checkpoint(both, x, y, use_reentrant=False)
 
 
 def in_a_transform(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -207,7 +211,7 @@ LEFT = {
     rounded_again: "cast to torch.float16",
     without_its_gradient: "another grad mode",
     written_in_between: "something is written",
-    in_a_checkpoint: "in a checkpoint",
+    out_of_a_checkpoint: "leave a checkpoint",
     in_a_transform: "",
 }
 
