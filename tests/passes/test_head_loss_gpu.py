@@ -87,9 +87,15 @@ def test_logits_that_are_returned(rows: int, dtype: torch.dtype, bias: bool, cou
     check(made, *data(rows), taken=lambda found: found if counts else found[0], **ON_GPU)
 
 
+def likely_tokens(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).float().log_softmax(-1)
+    return likely.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_logits_of_16_bit_weights_that_are_returned(dtype: torch.dtype) -> None:
-    check(on_gpu(returned, None).to(dtype), *data(4600, dtype), **ON_GPU)
+@pytest.mark.parametrize("body", [returned, likely_tokens])
+def test_logits_of_16_bit_weights_that_stay(body: Body, dtype: torch.dtype) -> None:
+    check(on_gpu(body, None).to(dtype), *data(4600, dtype), **ON_GPU)
 
 
 def test_small_logits_stay() -> None:
