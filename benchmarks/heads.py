@@ -8,6 +8,7 @@ Values of heads alone are compared with float64 as well.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,59 +24,70 @@ BF16 = torch.bfloat16
 
 
 class Head(nn.Module):
-    """cast: the dtype of an autocast; None: of weights of bf16."""
+    """cast: the dtype of an autocast; None: of weights of bf16. returns: the logits, too."""
 
-    def __init__(self, width: int, columns: int, cast: torch.dtype | None) -> None:
+    def __init__(
+        self, width: int, columns: int, cast: torch.dtype | None, returns: bool = False
+    ) -> None:
         super().__init__()
-        self.cast = cast
+        self.cast, self.returns = cast, returns
         self.head = nn.Linear(width, columns, bias=False, device="cuda")
         if cast is None:
             self.head.to(BF16)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
         with torch.autocast("cuda", self.cast or BF16, enabled=self.cast is not None):
-            logits = self.head(x).float()
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+            logits = self.head(x)
+        loss = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+        return (loss, logits) if self.returns else loss
 
 
 class LossOf(nn.Module):
-    """Of a model of transformers: nobody reads the logits."""
+    """Of a model of transformers. returns: the logits, too; else nobody reads them."""
 
-    def __init__(self, model: Any, casts: bool) -> None:
+    def __init__(self, model: Any, casts: bool, returns: bool) -> None:
         super().__init__()
-        self.model, self.casts = model.cuda(), casts
+        self.model, self.casts, self.returns = model.cuda(), casts, returns
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         with torch.autocast("cuda", BF16, enabled=self.casts):
-            loss: Tensor = self.model(tokens, labels=tokens).loss
-        return loss
+            made = self.model(tokens, labels=tokens)
+        return (made.loss, made.logits) if self.returns else made.loss
 
 
-def head(rows: int, width: int, columns: int, cast: torch.dtype | None) -> Callable[[], Any]:
+def loss_alone(made: Any) -> Tensor:
+    """What a trainer sends a gradient through."""
+    loss: Tensor = made[0] if isinstance(made, tuple) else made
+    return loss
+
+
+def head(
+    rows: int, width: int, columns: int, cast: torch.dtype | None, returns: bool = False
+) -> Callable[[], Any]:
     def compared() -> Any:
         x = torch.randn(1, rows, width, device="cuda", dtype=torch.float32 if cast else BF16)
         labels = torch.randint(0, columns, (1, rows), device="cuda")
-        model = Head(width, columns, cast)
-        return fx_fuser.compare(model, x.requires_grad_(), labels, train=True, columns=COLUMNS)
+        given = Head(width, columns, cast, returns), x.requires_grad_(), labels
+        return fx_fuser.compare(*given, train=True, columns=COLUMNS, loss=loss_alone)
 
     return compared
 
 
-def net(model: Any, casts: bool, batch: int, columns: int) -> Any:
-    tokens = torch.randint(0, columns, (batch, 1024), device="cuda")
-    step = LossOf(model, casts)
-    return fx_fuser.compare(step, tokens, train=True, columns=COLUMNS, reference=False)
+def net(model: Any, casts: bool, batch: int, columns: int, returns: bool) -> Any:
+    given = LossOf(model, casts, returns), torch.randint(0, columns, (batch, 1024), device="cuda")
+    how: dict[str, Any] = {"train": True, "columns": COLUMNS, "loss": loss_alone}
+    return fx_fuser.compare(*given, reference=False, **how)
 
 
-def gpt2() -> Any:
+def gpt2(returns: bool = False) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=6))
     model.loss_type = "ForCausalLM"  # else transformers warns, where Dynamo ends the graph
-    return net(model, True, 8, 50257)
+    return net(model, True, 8, 50257, returns)
 
 
-def llama() -> Any:
+def llama(returns: bool = False) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -83,18 +95,22 @@ def llama() -> Any:
         num_attention_heads=16, use_cache=False,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
-    return net(model.to(BF16), False, 4, 128256)
+    return net(model.to(BF16), False, 4, 128256, returns)
 
 
-CASES = {
+CASES: dict[str, Callable[[], Any]] = {
     "head of 700 rows": head(700, 768, 50257, BF16),
     "head of GPT-2, 8192 rows": head(8192, 768, 50257, BF16),
     "head of GPT-2, 8192 rows, fp16": head(8192, 768, 50257, torch.float16),
     "head of a Llama, 4096 rows, weights of bf16": head(4096, 2048, 128256, None),
     "head of a Llama, 16384 rows, weights of bf16": head(16384, 2048, 128256, None),
     "head of 8192 columns": head(8192, 512, 8192, BF16),
+    "head of GPT-2, 8192 rows, with logits": head(8192, 768, 50257, BF16, returns=True),
+    "head of a Llama, 4096 rows, with logits": head(4096, 2048, 128256, None, returns=True),
     "gpt2": gpt2,
+    "gpt2 with logits": functools.partial(gpt2, returns=True),
     "llama": llama,
+    "llama with logits": functools.partial(llama, returns=True),
 }
 
 

@@ -87,6 +87,28 @@ def head_loss(count: int, columns: int, trains: bool) -> None:
     measure(f"losses {what}, [{count}, {columns}]", (1 + trains) * bytes_of(logits), run)
 
 
+def head_loss_kept(count: int, columns: int, pitch: int) -> None:
+    """Of logits that stay, in rows of this pitch."""
+    logits = torch.randn(count, pitch, device="cuda", dtype=torch.bfloat16)[:, :columns]
+    labels = torch.randint(0, columns, (count,), device="cuda")
+    losses, sums = torch.empty(count, device="cuda"), torch.empty(count, 2, device="cuda")
+    gradient = torch.empty(count, width_of(columns), device="cuda", dtype=torch.bfloat16)
+    expected = F.cross_entropy(logits.float(), labels, reduction="none")
+    spec, scale = spec_of(torch.bfloat16), torch.ones(count, device="cuda")
+
+    def run() -> None:
+        launch.head_loss_kept(spec, logits, labels, losses, sums, -100)
+
+    def backward() -> None:
+        launch.head_loss_gradient(spec, logits, sums, labels, scale, gradient, -100)
+
+    run()
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    what = f"of logits that stay, [{count}, {columns}], pitch {pitch}"
+    measure(f"losses {what}", bytes_of(logits), run)
+    measure(f"gradients {what}", 2 * bytes_of(logits), backward)
+
+
 def main() -> None:
     swish(torch.float32)
     swish(torch.bfloat16)
@@ -101,6 +123,8 @@ def main() -> None:
     for count, columns in ((2048, 50257), (4096, 128256)):
         head_loss(count, columns, trains=True)
         head_loss(count, columns, trains=False)
+        for pitch in sorted({columns, width_of(columns)}):
+            head_loss_kept(count, columns, pitch)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
     print(tabulate(rows, headers=["kernel", "µs", "GB/s"]))
 

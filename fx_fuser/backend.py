@@ -25,7 +25,7 @@ from fx_fuser.graph.read import subclasses
 from fx_fuser.graph.read.source import end_of, op_of
 from fx_fuser.graph.read.view import View
 from fx_fuser.native import binaries, eviction
-from fx_fuser.ops import calls
+from fx_fuser.ops import calls, head_kept
 from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced
 from fx_fuser.passes import contractions, folding, head_loss, masks, padding, provenance
@@ -112,6 +112,7 @@ def fuse_and_compile(
 ) -> tuple[Compiled | None, Outcome]:
     """Inductor and its caches see the rewritten graph."""
     coming, padded = provenance.Passes.over(gm, options, inputs), padding.settings(gm, options)
+    results: Any = gm.graph.output_node().args[0]
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = {**coming.load(), **padded}
     if outcome.folds:
@@ -122,8 +123,9 @@ def fuse_and_compile(
     outcome.tell(options.strict)
     fused = bool(outcome.matches or outcome.heads)
     if fused or passes:
-        chosen = options.with_passes(passes, fused)
-        return compile_tagged(compile_inner, chosen), outcome
+        compiled = compile_tagged(compile_inner, options.with_passes(passes, fused))
+        returned = [one for head in outcome.heads for one in head.returned]
+        return head_kept.attached(compiled, returned, results) if returned else compiled, outcome
     return compile_tagged(compile_inner, options) if outcome.is_edited else None, outcome
 
 

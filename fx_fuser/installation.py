@@ -36,6 +36,7 @@ from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match.pattern import Pattern
 from fx_fuser.graph.prepare.bodies import twin
+from fx_fuser.graph.read.heads import has_losses
 from fx_fuser.graph.read.subclasses import is_user_class
 from fx_fuser.kernels.precision import conv_tf32_allowed, matmul_tf32_requested
 from fx_fuser.kernels.split import LINEAR_SPLIT
@@ -184,7 +185,7 @@ def _around(inductor: Callable[..., Any]) -> Callable[..., Any]:
             return made
 
         options = replace(options, inductor=given.get("config_patches") or {})
-        attempt = _compile_then_fuse if _can_be_late(options) else backend.fuse_and_compile
+        attempt = _compile_then_fuse if _can_be_late(gm, options) else backend.fuse_and_compile
         return backend.compile_graph(gm, inputs, options, compile_inner, attempt)
 
     fused.is_fx_fusers = True  # type: ignore[attr-defined]
@@ -198,7 +199,7 @@ def _has_anchors(gm: GraphModule) -> bool:
 # ---- the pass ----------------------------------------------------------------------------------
 
 
-def _can_be_late(options: Options) -> bool:
+def _can_be_late(gm: GraphModule, options: Options) -> bool:
     """May Inductor run the pass, and leave it out where its caches have the graph?
 
     Not if sites are verified on each start, or if a check of a pattern has no file to name its
@@ -212,6 +213,7 @@ def _can_be_late(options: Options) -> bool:
     return (
         _HAS_LATE_PASSES
         and options.verify == "never"
+        and not (options.takes_heads and has_losses(gm))
         and not setting(FIRST_PASS)
         and setting("use_pre_grad_passes")
         and setting("pre_grad_pass_timing") != "early"

@@ -82,3 +82,52 @@ def head_loss(
     """
     handle = load.handle_of(spec, logits)
     _ops.head_loss.default(handle, logits, labels, losses, scale, columns, ignore_index)
+
+
+def head_loss_kept(
+    spec: KernelSpec,
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    sums: Tensor,
+    ignore_index: int,
+) -> None:
+    """The losses of `head_loss`, and what `head_loss_gradient` wants of each row. Logits stay.
+
+    Args:
+        spec: as of `head_loss`, and so are labels and losses.
+        logits: [rows, columns] of CUDA, of the dtype that `spec` names; of a row adjacent.
+        sums: [rows, 2], float32, contiguous: becomes the largest logit, and the sum of
+            exp(logit - largest).
+
+    Raises:
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
+    """
+    handle = load.handle_of(spec, logits)
+    _ops.head_loss_kept.default(handle, logits, labels, losses, sums, ignore_index)
+
+
+def head_loss_gradient(
+    spec: KernelSpec,
+    logits: Tensor,
+    sums: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    gradient: Tensor,
+    ignore_index: int,
+) -> None:
+    """gradient[i] = scale[i] times the gradient of the loss of row i by logits[i]; 0 behind them.
+
+    Args:
+        spec: as of `head_loss`, and so are labels.
+        scale: [rows], float32, contiguous.
+        logits, sums: of `head_loss_kept`.
+        gradient: [rows, pitch], of the logits' dtype; rows adjacent, each aligned to 16 bytes.
+
+    Raises:
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
+    """
+    handle = load.handle_of(spec, logits)
+    _ops.head_loss_gradient.default(handle, logits, sums, labels, scale, gradient, ignore_index)

@@ -55,7 +55,7 @@ def rows_of_piece(
     what that sum would: then there is one piece, and no sum.
     """
     most = _ROWS
-    if "weight" in wanted and _kept(weight, compute) is not torch.float32:
+    if "weight" in wanted and kept_dtype(weight, compute) is not torch.float32:
         most = max(most, weight.shape[1] * torch.float32.itemsize // compute.itemsize)
     pieces = max(-(-rows // most), 1)
     height = -(-rows // (pieces * _TILE)) * _TILE
@@ -72,19 +72,20 @@ def _head_loss(
     labels: Tensor,
     compute: torch.dtype,
     ignore_index: int,
-    mean: bool,
+    reduction: str,
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    """The loss, the wanted gradients' common factor, and these without it, in the order of
-    `OPERANDS`."""
+    """The loss, or without a reduction each row's, the wanted gradients' common factor, and these
+    without it, in the order of `OPERANDS`."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, columns = x.shape[0], weight.shape[0]
-        operands = _padded(weight, compute), None if bias is None else _padded(bias, compute)
+        operands = padded(weight, compute), None if bias is None else padded(bias, compute)
         height = rows_of_piece(rows, weight, compute, wanted)
-        sums = _sums(x, weight, compute, wanted, height)
+        sums = sums_of(x, weight, compute, wanted, height)
         losses = x.new_empty(rows, dtype=torch.float32)
         buffer = x.new_empty((height, width_of(columns)), dtype=compute)
-        count = (labels != ignore_index).sum() if mean else labels.new_ones(())
+        is_mean = reduction == "mean"
+        count = (labels != ignore_index).sum() if is_mean else labels.new_ones(())
         share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
         is_fp16 = compute is torch.float16
         scale = torch.full_like(share, _FP16_SCALE) if is_fp16 else share
@@ -94,24 +95,25 @@ def _head_loss(
             _linear(part, *operands, logits)
             scaled = scale if wanted else None
             _rows(logits, labels[piece], losses[piece], scaled, columns, ignore_index)
-            _add_products(sums, piece, logits, part, operands[0])
-        kept = {"weight": _kept(weight, compute)}
+            add_products(sums, piece, logits, part, operands[0])
+        kept = {"weight": kept_dtype(weight, compute)}
         counts = {"x": rows}
         made = [
             total[: counts.get(name, columns)].to(kept.get(name, torch.float32))
             for name, total in sums.items()
         ]
         factor = share / _FP16_SCALE if is_fp16 else torch.ones_like(share)
-        return [losses.sum() / count, factor, *made]
+        return [losses if reduction == "none" else losses.sum() / count, factor, *made]
 
 
 def _like(
     x: Tensor, weight: Tensor, bias: Any, labels: Any, compute: torch.dtype, *rest: Any
 ) -> list[Tensor]:
-    *_, wanted = rest
+    *_, reduction, wanted = rest
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
-    kept = {"weight": _kept(weight, compute)}
-    numbers = [x.new_empty((), dtype=torch.float32) for _ in range(2)]
+    kept = {"weight": kept_dtype(weight, compute)}
+    shape = x.shape[:1] if reduction == "none" else ()
+    numbers = [x.new_empty(of, dtype=torch.float32) for of in (shape, ())]
     grads = [x.new_empty(shapes[n], dtype=kept.get(n, torch.float32)) for n in wanted]
     return [*numbers, *grads]
 
@@ -119,12 +121,12 @@ def _like(
 run.define("head_loss", _head_loss, _like)
 
 
-def _kept(weight: Tensor, compute: torch.dtype) -> torch.dtype:
+def kept_dtype(weight: Tensor, compute: torch.dtype) -> torch.dtype:
     """Of the weight's gradient, until backward multiplies it."""
     return torch.bfloat16 if {weight.dtype, compute} == {torch.bfloat16} else torch.float32
 
 
-def _padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
+def padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
     """In the dtype, with as many zeros behind as rows of logits have."""
     count, width = tensor.shape[0], width_of(tensor.shape[0])
     if tensor.dtype is compute and count == width and tensor.is_contiguous():
@@ -135,13 +137,13 @@ def _padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
     return made
 
 
-def _sums(
+def sums_of(
     x: Tensor, weight: Tensor, compute: torch.dtype, wanted: Sequence[str], height: int
 ) -> dict[str, Tensor]:
     """Room for the gradients, padded as the operands of their gemms are."""
     rows, (columns, k) = x.shape[0], weight.shape
     shapes = {"x": (rows, k), "weight": (width_of(columns), k), "bias": (width_of(columns),)}
-    one_piece = {"weight": _kept(weight, compute)} if height >= rows else {}
+    one_piece = {"weight": kept_dtype(weight, compute)} if height >= rows else {}
     make = x.new_empty if rows else x.new_zeros  # the first piece writes, if there is one
     return {n: make(shapes[n], dtype=one_piece.get(n, torch.float32)) for n in wanted}
 
@@ -164,18 +166,21 @@ def _rows(
         return
     values = logits[:, :columns].float()
     losses.copy_(F.cross_entropy(values, labels, ignore_index=ignored, reduction="none"))
-    if scale is None:
-        return
-    counts = labels != ignored
-    gradient = values.softmax(-1)
+    if scale is not None:
+        write_gradient(logits, values.softmax(-1), labels, scale, ignored)
+
+
+def write_gradient(to: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, ignored: int) -> None:
+    """By torch, what the kernel writes. shares: softmax of logits in fp32, which it changes."""
+    columns, counts = shares.shape[1], labels != ignored
     at = torch.where(counts, labels, 0)[:, None]
-    gradient.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
+    shares.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
     # A product, not a choice: what is NaN stays NaN where the label does not count, as in eager.
-    logits[:, :columns] = gradient * (counts[:, None] * scale)
-    logits[:, columns:] = 0.0
+    to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]
+    to[:, columns:] = 0.0
 
 
-def _add_products(
+def add_products(
     sums: dict[str, Tensor], piece: slice, gradient: Tensor, x: Tensor, weight: Tensor
 ) -> None:
     """gradient: of the logits of these rows. x: the rows, weight: padded."""
@@ -232,11 +237,11 @@ def _called(*arguments: Any) -> list[Tensor]:
 
 def _composite(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-    compute: torch.dtype, out: torch.dtype, ignore_index: int, mean: bool,
+    compute: torch.dtype, out: torch.dtype, ignore_index: int, reduction: str,
 ) -> Tensor:  # fmt: skip
     with torch.autocast(x.device.type, enabled=False):
         operands = x.reshape(-1, x.shape[-1]), weight, bias
-        given = *operands, labels.reshape(-1), compute, ignore_index, mean
+        given = *operands, labels.reshape(-1), compute, ignore_index, reduction
         trains = any(v is not None and v.requires_grad for v in operands)
         if torch.is_grad_enabled() and trains:
             loss: Tensor = _HeadLoss.apply(*given)
@@ -246,10 +251,10 @@ def _composite(
 
 
 # x [*, K], weight [V, K], labels as x without its last dimension. compute: of the logits, out: of
-# the loss. AOTAutograd sees through it.
+# the loss. reduction: as of cross_entropy; "none" has no gradient. AOTAutograd sees through it.
 _LIBRARY.define(
     "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute, "
-    "ScalarType out, int ignore_index, bool mean) -> Tensor"
+    "ScalarType out, int ignore_index, str reduction) -> Tensor"
 )
 _LIBRARY.impl("head_loss", _composite, "CompositeImplicitAutograd")
 HEAD_LOSS = torch.ops.fx_fuser.head_loss.default

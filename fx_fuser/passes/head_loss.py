@@ -1,39 +1,44 @@
-"""Linear, then cross entropy of its rows, whose logits nobody else reads → one op without them.
+"""Linear, then cross entropy of its rows → one op without the logits, or of those that stay.
 
     F.cross_entropy(F.linear(x, weight, bias)[…, :-1, :].float().view(-1, V), labels)
 
 Between the two stand casts and what moves or drops rows: it is applied to x instead. The loss is
 any call that torch.compile records as `F.cross_entropy`, so also nn.CrossEntropyLoss and the losses
-of transformers' models, or as `F.nll_loss` of a `log_softmax`. `fx_fuser.ops.head_loss` says what
+of transformers' models, or as `F.nll_loss` of a `log_softmax`, or what a `gather` picks of one, the
+log-probabilities of reinforcement learning. `fx_fuser.ops.head_loss` says what
 is computed, and what that saves.
 
-The op makes the gradients in forward. So it stays as written where forward would run twice, in a
-checkpoint, and where the logits are small: then a library's one gemm and one pass are as fast.
+The op without logits makes the gradients in forward. Where the graph returns logits, or reads them
+without a gradient, as for an accuracy, where each row has a loss of its own, and in a checkpoint,
+which runs forward twice, the Linear stays, and the loss is an op that reads what it wrote
+(`fx_fuser.ops.head_kept`).
+
+A loss stays as written where the logits are small: then a library's one gemm and one pass are as
+fast.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from fx_fuser.errors import BuildError
+from fx_fuser.graph.read.heads import MOVES, Head, Step, is_loss, read_head, value_of
 from fx_fuser.graph.read.naming import called, statement
-from fx_fuser.graph.read.nodes import argument_of, hint_of, is_torchs, meta_tensor, storages
-from fx_fuser.graph.read.sites import Site, site_at
+from fx_fuser.graph.read.nodes import argument_of, hint_of, meta_tensor, storages
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import load
+from fx_fuser.ops.head_kept import HEAD_LOSS_KEPT, Returned
 from fx_fuser.ops.head_loss import HEAD_LOSS, OPERANDS, rows_of_piece, width_of
 from fx_fuser.options import Options
 
@@ -45,10 +50,7 @@ COUNTER = "fx_fuser_heads"
 _LEAST = 64 << 20
 _LEAST_COLUMNS = 8192
 _IS_OFFERED_ON_GPUS = False  # its kernel has run on none yet (issue 47)
-_CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"}
-_RESHAPES = {"view", "reshape"}
-_LOSSES = (F.cross_entropy, F.nll_loss)
-_REDUCTIONS = ("mean", "sum")
+_NO_LABEL = -(1 << 63)  # which a gather ignores
 # Their arguments behind input and target, and the defaults. The last one is of cross_entropy alone.
 _ARGUMENTS = {
     "weight": None,
@@ -64,11 +66,14 @@ _ARGUMENTS = {
 class HeadLoss:
     """A loss behind a Linear. node: of the loss. bytes: of logits and their gradient that a
     training step does not hold at once any more; None where the sizes are unknown. reason: why it
-    stays as written."""
+    stays as written. stay: do others read the logits? returned: those that the graph returns, whose
+    gradient comes from outside."""
 
     node: Node
     bytes: int | None = None
     reason: str = ""
+    stay: bool = False
+    returned: tuple[Returned, ...] = ()
 
     @property
     def is_edit(self) -> bool:
@@ -79,31 +84,6 @@ class _Stays(Exception):
     """Why a loss behind a Linear stays as written."""
 
 
-# What moves rows of logits, as it moves those of x: of `_MOVES`, and its arguments; of a reshape,
-# all sizes but the last. None: a cast, which moves nothing.
-_Step = tuple[str, tuple[Any, ...]] | None
-
-
-@dataclass(frozen=True)
-class _Head:
-    """head: the Linear. steps: from its logits to the loss, in the order of the graph. nodes: from
-    the loss back to the Linear."""
-
-    head: Site
-    steps: tuple[_Step, ...]
-    nodes: tuple[Node, ...]
-
-    @property
-    def kind(self) -> torch.dtype:
-        """Of the logits, as the Linear makes them."""
-        return _value(self.head.node).dtype
-
-
-def _value(node: Node) -> Any:
-    """The fake tensor of a node that has one."""
-    return meta_tensor(node)
-
-
 def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
     """Rewrite the losses of a graph, those on CUDA, or with "cpu_ops" those on a CPU.
 
@@ -112,11 +92,11 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
     found: list[HeadLoss] = []
     view: View | None = None
     kind = "cpu" if options.cpu_ops else "cuda"
-    for node in [n for n in graph.nodes if n.target in _LOSSES]:
+    for node in [n for n in graph.nodes if is_loss(n)]:
         try:
             view = view or View(graph)
-            head = _read(view, node)
-            if head is None or _value(head.head.node).device.type != kind:
+            head = read_head(view, node)
+            if head is None or value_of(head.head.node).device.type != kind:
                 continue
             fused = _fuse(view, node, head, options, is_body)
         except _Stays as stays:
@@ -131,146 +111,83 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
     return found
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
-def _read(view: View, node: Node) -> _Head | None:
-    """The Linear whose rows a loss reads, through what moves rows; None if there is none."""
-    steps: list[_Step] = []
-    at, nodes = view.value(node, argument_of(node, 0, "input")), [node]
-    is_normalised = node.target is F.cross_entropy  # of log_softmax, which the other loss asks for
-    while True:
-        if type(_value(at)) is not FakeTensor:
-            return None
-        nodes.append(at)
-        site = site_at(view, at)
-        if site is not None:
-            is_head = is_normalised and site.kind in ("linear", "matmul")
-            return _Head(site, tuple(reversed(steps)), tuple(nodes)) if is_head else None
-        before = at.args[0] if at.args else None
-        if not isinstance(before, Node) or type(_value(before)) is not FakeTensor:
-            return None
-        before = view.value(at, before)
-        if not is_normalised and _is_log_softmax(at):
-            is_normalised = True
-        elif not _moves_rows(at, before, steps):
-            return None
-        at = before
-
-
-def _is_log_softmax(node: Node) -> bool:
-    """Of each row."""
-    dim = argument_of(node, 1, "dim")
-    is_row = type(dim) is int and dim % _value(node).ndim == _value(node).ndim - 1
-    return called_name(node) == "log_softmax" and is_torchs(node) and is_row
-
-
-def _moves_rows(node: Node, before: Node, steps: list[_Step]) -> bool:
-    """Are the node's rows those of the node before, perhaps not all?  Then adds the step."""
-    name, was, now = called_name(node), _value(before), _value(node)
-    if not (is_torchs(node) and was.ndim and now.ndim and now.device == was.device):
-        return False
-    width = was.shape[-1]
-    if not isinstance(width, int) or now.shape[-1] != width:
-        return False
-    if name in _CASTS:
-        steps.append(None)
-        return now.ndim == was.ndim
-    if name in _RESHAPES:
-        *leading, last = _sizes(node)
-        steps.append(("reshape", tuple(leading)))
-        return isinstance(last, int) and last in (width, -1) and now.dtype == was.dtype
-    if name == "flatten":
-        first, last = (argument_of(node, i, n) for i, n in ((1, "start_dim"), (2, "end_dim")))
-        steps.append(("flatten", (first or 0, last)))
-        return type(last) is int and last % was.ndim < was.ndim - 1
-    if name == "getitem":
-        steps.append(("getitem", (node.args[1],)))
-        return _keeps_columns(node.args[1], was.ndim)
-    return False
-
-
-_MOVES: dict[str, Callable[..., Any]] = {
-    "reshape": torch.reshape,
-    "flatten": torch.flatten,
-    "getitem": operator.getitem,
-    "t": torch.t,
-}
-
-
-def _sizes(node: Node) -> tuple[Any, ...]:
-    """Those that a view or a reshape asks for; one that is no size where it is called otherwise."""
-    given = node.args[1:] or tuple(node.kwargs.values())
-    if len(given) == 1 and isinstance(given[0], (list, tuple)):
-        given = tuple(given[0])
-    return given or (None,)
-
-
-def _keeps_columns(index: Any, ndim: int) -> bool:
-    entries = index if isinstance(index, tuple) else (index,)
-    if not all(entry is Ellipsis or type(entry) in (int, slice) for entry in entries):
-        return False
-    if len(entries) < ndim and entries[-1] is Ellipsis:
-        return True
-    if Ellipsis not in entries and len(entries) < ndim:
-        return True
-    last = entries[-1]
-    return isinstance(last, slice) and (last.start or 0, last.stop, last.step) == (0, None, None)
-
-
 # ---- what stays ----------------------------------------------------------------------------------
 
 
-def _fuse(view: View, node: Node, head: _Head, options: Options, is_body: bool) -> HeadLoss:
+def _fuse(view: View, node: Node, head: Head, options: Options, is_body: bool) -> HeadLoss:
     """Raises _Stays, before it changes anything."""
-    given = {
+    given = _picked(node) if called_name(node) == "gather" else _reduced(node)
+    _check_head(view, head)
+    others = _others(view, head)
+    if others:
+        _check_others(view, head, others)
+    is_returned = any(reader.op == "output" for _, reader in others)
+    if is_body and is_returned:
+        raise _Stays("its logits leave a checkpoint or another region")
+    # Of a row's own loss forward does not know the gradient, and a checkpoint runs it twice.
+    waits = given.reduction == "none" or is_body
+    stay = bool(others) or (waits and value_of(node).requires_grad)
+    saved = _gain(head, stay, is_returned, options)
+    _check_kernel(head, options)
+    returned = _rewrite(view, node, head, given, stay)
+    return HeadLoss(node, saved, stay=stay, returned=returned)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a loss is given besides its logits."""
+
+    labels: Node
+    ignored: int
+    reduction: str
+
+
+def _reduced(node: Node) -> _Given:
+    given: dict[str, Any] = {
         name: default if (found := argument_of(node, i, name)) is None else found
         for i, (name, default) in enumerate(_ARGUMENTS.items(), 2)
     }
-    _check_loss(node, given)
-    _check_head(view, head)
-    if is_body:
-        raise _Stays("it is in a checkpoint or another region, which would compute it twice")
-    saved = _gain(head, options)
-    _check_kernel(head, options)
-    _rewrite(node, head, given)
-    return HeadLoss(node, saved)
-
-
-def _check_loss(node: Node, given: dict[str, Any]) -> None:
     if given["weight"] is not None:
         raise _Stays("it has class weights")
     if given["label_smoothing"] != 0.0:
         raise _Stays("it has label smoothing")
     if given["size_average"] is not None or given["reduce"] is not None:
         raise _Stays("it has arguments that torch has deprecated")
-    if given["reduction"] not in _REDUCTIONS:
-        raise _Stays(f"its reduction is {given['reduction']!r}, not one of {_REDUCTIONS}")
     if type(given["ignore_index"]) is not int:
         raise _Stays("its ignore_index is no number")
     logits, labels = (argument_of(node, i, n) for i, n in enumerate(("input", "target")))
+    if value_of(logits).ndim != 2 or _indices(labels).ndim != 1:
+        raise _Stays("its input is not [rows, classes]")
+    return _Given(labels, given["ignore_index"], given["reduction"])
+
+
+def _indices(labels: Any) -> Any:
     target = meta_tensor(labels) if isinstance(labels, Node) else None
     if type(target) is not FakeTensor or target.dtype is not torch.int64:
         raise _Stays("its target is no tensor of indices")
-    if _value(logits).ndim != 2 or target.ndim != 1:
-        raise _Stays("its input is not [rows, classes]")
+    return target
 
 
-def _check_head(view: View, head: _Head) -> None:
+def _picked(node: Node) -> _Given:
+    """Of a gather."""
+    likely, dim, index = (argument_of(node, i, n) for i, n in enumerate(("input", "dim", "index")))
+    *rows, of_row = _indices(index).shape
+    is_one_a_row = dim in (-1, len(rows)) and of_row == 1 and rows == [*value_of(likely).shape[:-1]]
+    if not is_one_a_row or argument_of(node, 3, "sparse_grad"):
+        raise _Stays("it does not pick one log-probability a row")
+    return _Given(index, _NO_LABEL, "none")
+
+
+def _check_head(view: View, head: Head) -> None:
     site, loss = head.head, head.nodes[0]
     region = view.region[loss]
     if head.kind not in SIXTEEN_BITS:
         raise _Stays(f"its logits are of {head.kind}, not of 16 bits")
     if head.kind is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         raise _Stays("torch's setting lets gemms add in fp16")
-    kinds = {_value(n).dtype for n in head.nodes[1:]}
+    kinds = {value_of(n).dtype for n in head.nodes[1:]}
     if not kinds <= {head.kind, torch.float32}:
         raise _Stays(f"its logits are cast to {', '.join(sorted(map(str, kinds - {head.kind})))}")
-    for value in head.nodes[1:]:
-        others = [n for n in view.readers[value] if n not in head.nodes]
-        if others:
-            by = "the caller" if others[0].op == "output" else statement(others[0])
-            raise _Stays(f"its logits {called(value)} are also read by {by}")
     operands = [n for n in site.operands.values() if n is not None]
     if any(type(meta_tensor(n)) is not FakeTensor for n in operands):
         raise _Stays("an operand of its Linear is no plain tensor")
@@ -279,27 +196,70 @@ def _check_head(view: View, head: _Head) -> None:
         raise _Stays("its Linear runs under another grad mode or autocast, or within a transform")
     if not view.reshaped.keys().isdisjoint(storages((*operands, *head.nodes))):
         raise _Stays("an operand is reshaped in place")
-    between = view.nodes[view.order[site.nodes[0]] + 1 : view.order[loss]]
-    written = storages(n for one in between for n in view.writers.get(one, ()))
-    if not written.isdisjoint({None, *storages((*operands, *head.nodes))}):
+    if _is_written(view, head, loss):
         raise _Stays("something is written between its Linear and the loss")
 
 
-def _gain(head: _Head, options: Options) -> int | None:
-    """Bytes that a step does not hold at once any more: of the logits and their gradient, but for a
-    piece. None where the number of rows depends on data."""
-    rows, columns = (hint_of(n) for n in _value(head.nodes[1]).shape)
+def _is_written(view: View, head: Head, end: Node) -> bool:
+    """Are operands or logits written to between the Linear and the end, or may they be?"""
+    operands = [n for n in head.head.operands.values() if n is not None]
+    nodes = view.nodes[view.order[head.head.nodes[0]] + 1 : view.order[end]]
+    written = storages(n for one in nodes for n in view.writers.get(one, ()))
+    return not written.isdisjoint({None, *storages((*operands, *head.nodes))})
+
+
+def _others(view: View, head: Head) -> list[tuple[Node, Node]]:
+    """Values between the Linear and the loss, with who else reads them."""
+    found = [(value, n) for value in head.nodes[1:] for n in view.readers[value]]
+    return [(value, reader) for value, reader in found if reader not in head.nodes]
+
+
+def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -> None:
+    loss, output = head.nodes[0], view.nodes[-1]
+    for value, reader in others:
+        by = "the caller" if reader is output else statement(reader)
+        said = f"its logits {called(value)} are also read by {by}"
+        if value not in head.logits or not (reader is output or _is_aside(reader)):
+            raise _Stays(said)
+        if not value_of(loss).requires_grad:
+            raise _Stays(f"{said}, and nothing wants a gradient")
+    results = output.args[0]  # of DDPOptimizer's graphs perhaps one alone
+    if not isinstance(results, (tuple, list)) or not all(isinstance(n, Node) for n in results):
+        raise _Stays("the graph's results are not a list of values")
+    made, used = (hint_of(value_of(n).numel()) for n in (head.logits[0], head.nodes[1]))
+    if made != used:  # the kernels want rows one behind the other
+        raise _Stays("the loss reads some rows of logits that others read as well")
+    if _is_written(view, head, output):
+        raise _Stays("something is written behind its Linear")
+
+
+def _is_aside(reader: Node) -> bool:
+    """Does no gradient reach the logits through it?"""
+    value = value_of(reader)
+    return type(value) is FakeTensor and not value.requires_grad
+
+
+def _gain(head: Head, stay: bool, is_returned: bool, options: Options) -> int | None:
+    """Bytes that a step does not hold at once any more: of the logits and their gradients, but for
+    a piece. None where the number of rows depends on data."""
+    logits = value_of(head.nodes[1])
+    count, columns = hint_of(logits.numel()), hint_of(logits.shape[-1])
     itemsize, weight = head.kind.itemsize, head.head.operands["weight"]
     assert columns is not None and weight is not None, "a Linear has both"
-    whole = None if rows is None else rows * columns * itemsize
+    whole = None if count is None else count * itemsize
     if options.plan == "measure" and not options.cpu_ops:
         _check_size(whole, columns)
-    if rows is None or whole is None:
+    if count is None or whole is None:
         return None
-    trains = _value(head.nodes[0]).requires_grad
+    trains = value_of(head.nodes[0]).requires_grad
     wanted = OPERANDS if trains else ()
-    piece = rows_of_piece(rows, _value(weight), head.kind, wanted) * width_of(columns) * itemsize
-    return max((2 if trains else 1) * whole - piece, 0)
+    piece = (
+        rows_of_piece(count // columns, value_of(weight), head.kind, wanted)
+        * width_of(columns)
+        * itemsize
+    )
+    # A graph that returns logits gets a gradient of theirs, of zeros.
+    return max((1 + trains - stay + is_returned) * whole - piece, 0)
 
 
 def _check_size(whole: int | None, columns: int) -> None:
@@ -312,9 +272,9 @@ def _check_size(whole: int | None, columns: int) -> None:
         raise _Stays(f"it has {columns} classes, fewer than {_LEAST_COLUMNS}")
 
 
-def _check_kernel(head: _Head, options: Options) -> None:
+def _check_kernel(head: Head, options: Options) -> None:
     """Builds the kernel, and loads it."""
-    device = _value(head.head.node).device
+    device = value_of(head.head.node).device
     if device.type != "cuda":
         return
     if not _IS_OFFERED_ON_GPUS:
@@ -334,36 +294,94 @@ def _check_kernel(head: _Head, options: Options) -> None:
 # ---- rewriting -----------------------------------------------------------------------------------
 
 
-def _rewrite(node: Node, head: _Head, given: dict[str, Any]) -> None:
-    """Make the loss the op, of x with the rows that the loss reads."""
-    site, value = head.head, _value(node)
+def _rewrite(view: View, node: Node, head: Head, given: _Given, stay: bool) -> tuple[Returned, ...]:
+    """Make the loss an op, of x with the rows that the loss reads. Returns what the graph returns
+    of the logits, if they stay."""
+    site, out = head.head, value_of(node).dtype
     x, weight, bias = (site.operands[name] for name in ("x", "weight", "bias"))
     assert x is not None and weight is not None, "a Linear has both"
     make = _maker(node)
     if site.kind == "matmul":
         weight = make("t", weight)
-    width = _value(x).shape[-1]
-    for name, arguments in filter(None, head.steps):
-        x = make(name, x, *(((*arguments, width),) if name == "reshape" else arguments))
-    labels = argument_of(node, 1, "target")
-    mean = given["reduction"] == "mean"
-    node.target, node.kwargs = HEAD_LOSS, {}
-    node.args = (x, weight, bias, labels, head.kind, value.dtype, given["ignore_index"], mean)
+    moved, how = _moved(make, x, head.steps), (out, given.ignored, given.reduction)
+    returned = []
+    if not stay:
+        _call(node, HEAD_LOSS, moved[-1], weight, bias, given.labels, head.kind, *how)
+    else:
+        logits = _moved(make, head.logits[0], head.steps)[-1]
+        _call(node, HEAD_LOSS_KEPT, moved[-1], weight, bias, logits, given.labels, *how)
+        returned = _return_operands(view, head, moved, weight, bias)
     for dead in head.nodes[1:]:
         if not dead.users:
             node.graph.erase_node(dead)
+    return tuple(returned)
+
+
+def _call(node: Node, op: Any, *arguments: Any) -> None:
+    """Of a gather, the negative losses of rows in its form."""
+    if called_name(node) != "gather":
+        node.op, node.target, node.args, node.kwargs = "call_function", op, arguments, {}
+        return
+    value, index = value_of(node), argument_of(node, 2, "index")
+    with node.graph.inserting_before(node):
+        losses = node.graph.call_function(op, arguments)
+        negative = node.graph.call_function(torch.neg, (losses,))
+    with value.fake_mode, torch.set_grad_enabled(value.requires_grad):
+        fake = value.flatten()
+    losses.meta = negative.meta = {**node.meta, "example_value": fake}
+    node.op, node.target, node.args, node.kwargs = "call_method", "view_as", (negative, index), {}
+
+
+def _moved(make: Callable[..., Node], of: Node, steps: Sequence[Step]) -> list[Node]:
+    """Rows of x or of logits before the steps and behind each."""
+    found, width = [of], value_of(of).shape[-1]
+    for step in steps:
+        if step is not None:
+            name, arguments = step
+            of = make(name, of, *(((*arguments, width),) if name == "reshape" else arguments))
+        found.append(of)
+    return found
+
+
+def _return_operands(
+    view: View, head: Head, moved: Sequence[Node], weight: Node, bias: Node | None
+) -> list[Returned]:
+    """Let the graph return its logits without a gradient, and beside them what they are made of.
+
+    moved: x, behind so many steps each."""
+    output = view.nodes[-1]
+    results: list[Any] = [*output.args[0]]
+
+    def place(operand: Node | None) -> int | None:
+        if operand is None:
+            return None
+        if operand not in results:
+            results.append(operand)
+        return results.index(operand)
+
+    found = []
+    for at, value in enumerate(results[:]):
+        if value not in head.logits:
+            continue
+        operands = tuple(map(place, (moved[head.logits.index(value)], weight, bias)))
+        found.append(Returned(at, operands, head.kind))
+        with output.graph.inserting_before(output):
+            results[at] = output.graph.call_method("detach", (value,))
+        results[at].meta = {**value.meta, "example_value": value_of(value).detach()}
+    output.args = (tuple(results),)
+    return found
 
 
 def _maker(node: Node) -> Callable[..., Node]:
-    """Of calls of `_MOVES` before the node, under its grad mode."""
-    value = _value(node)
+    """Of calls of `MOVES` before the node, under its grad mode."""
+    value = value_of(node)
 
     def make(name: str, of: Node, *arguments: Any) -> Node:
         known = torch.fx.map_arg(arguments, lambda n: n.meta["example_value"])
         with value.fake_mode, torch.set_grad_enabled(value.requires_grad):
-            fake = _MOVES[name](_value(of), *known)
+            fake = MOVES[name](value_of(of), *known)
         with node.graph.inserting_before(node):
-            made = node.graph.call_function(_MOVES[name], (of, *arguments))
+            made = node.graph.call_function(MOVES[name], (of, *arguments))
         made.meta = {**node.meta, "example_value": fake}
         return made
 

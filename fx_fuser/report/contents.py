@@ -97,12 +97,13 @@ class ContractionReport:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """A loss behind a Linear. bytes, reason: as of `fx_fuser.passes.head_loss.HeadLoss`."""
+    """A loss behind a Linear. bytes, reason, stay: as of `fx_fuser.passes.head_loss.HeadLoss`."""
 
     where: str
     code: str
     bytes: int | None
     reason: str = ""
+    stay: bool = False
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,8 @@ def _said_of_head(counted: tuple[HeadReport, int]) -> str:
     if head.reason:
         return f"{said} stays behind its Linear: {head.reason}"
     held = "" if head.bytes is None else f": {text_of(head.bytes)} less at once"
-    return f"{said} runs with its Linear, by pieces of rows, without the logits of all{held}"
+    without = "a gradient of all logits" if head.stay else "the logits of all"
+    return f"{said} runs with its Linear, by pieces of rows, without {without}{held}"
 
 
 def _counted(count: int, one: str, many: str = "") -> str:

@@ -125,7 +125,8 @@ class Report(Contents):
 
     def add_head(self, head: HeadLoss) -> None:
         _, code = source_line(head.node)
-        self.heads.append(HeadReport(place_of(head.node), code, head.bytes, head.reason))
+        where = place_of(head.node)
+        self.heads.append(HeadReport(where, code, head.bytes, head.reason, head.stay))
 
     def add_attention(self, found: AttentionSite | Refused) -> None:
         _, code = source_line(found.node)

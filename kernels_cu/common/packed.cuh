@@ -59,11 +59,11 @@ struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Packed {
   }
 };
 
-// Rounded, and packed two at once.
+// Rounded, and packed two at once if there are two.
 template <class T, int kWidth>
 __device__ __forceinline__ Packed<T, kWidth> pack(const float (&value)[kWidth]) {
   Packed<T, kWidth> packed;
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && kWidth % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) {
       const Vec<T, 2> pair = convert_pair<T>(value[2 * i], value[2 * i + 1]);

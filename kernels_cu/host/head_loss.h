@@ -1,4 +1,4 @@
-// Losses of rows of logits, and their gradients in place: which tensors, launch.
+// Losses of rows of logits, and their gradients: which tensors, launch.
 #pragma once
 
 #include <cstdint>
@@ -14,66 +14,131 @@ namespace fx_fuser {
 namespace {
 
 struct HeadLossKernels {
-  Kernel kernel;
+  Kernel in_place;
+  Kernel kept;
+  Kernel kept_unaligned;
+  Kernel gradient;
+  Kernel gradient_unaligned;
   ScalarType logits;
 };
 
 int64_t load_head_loss(const Sources& from) {
   const Signature types(from);
   types.check_operands(0);
-  auto kernels = std::make_unique<HeadLossKernels>();
-  kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_head_loss");
-  kernels->logits = types.x;
+  Library library = load_library(from.cubins.at(0));
+  auto kernels = std::make_unique<HeadLossKernels>(HeadLossKernels{
+      get_kernel(library, "fx_fuser_head_loss"), get_kernel(library, "fx_fuser_head_loss_kept"),
+      get_kernel(library, "fx_fuser_head_loss_kept_unaligned"),
+      get_kernel(library, "fx_fuser_head_loss_gradient"),
+      get_kernel(library, "fx_fuser_head_loss_gradient_unaligned"), types.x});
   return keep<>(from, std::move(kernels));
 }
 const AddLoader kHeadLossLoader("head_loss", load_head_loss);
 
-void check_head_loss(const HeadLossKernels& kernels, const Tensor& logits, const Tensor& labels,
-                     const Tensor& losses, const std::optional<Tensor>& scale, int64_t columns) {
-  require_cuda(logits, "logits");
-  require_cuda(labels, "labels");
-  require_cuda(losses, "losses");
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == kernels.logits && columns > 0 &&
-                      columns <= logits.size(1) && logits.size(1) == logits.stride(0) &&
-                      (logits.stride(1) == 1 || logits.size(1) == 1),
-                  "fx_fuser: logits are ", to_string(logits.sizes()), " with strides ",
-                  to_string(logits.strides()), " of ", toString(logits.scalar_type()),
-                  ", not rows behind each other of ", toString(kernels.logits));
+bool has_vectors(const Tensor& rows) {
+  return reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
+         rows.stride(0) * rows.element_size() % 16 == 0;
+}
+
+void check_rows(const HeadLossKernels& kernels, const Tensor& rows, const char* what) {
+  require_cuda(rows, what);
+  const bool are_rows = rows.dim() == 2 && rows.size(1) > 0 &&
+                        (rows.stride(1) == 1 || rows.size(1) == 1) &&
+                        rows.scalar_type() == kernels.logits;
+  STD_TORCH_CHECK(are_rows, "fx_fuser: ", what, " are ", to_string(rows.sizes()), " with strides ",
+                  to_string(rows.strides()), " of ", toString(rows.scalar_type()), ", not rows of ",
+                  toString(kernels.logits));
   // Columns are counted by rounds of a block.
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - (1 << 16);
-  STD_TORCH_CHECK(logits.size(1) <= kMost, "fx_fuser: ", logits.size(1),
-                  " columns of logits are more than the kernel counts");
-  const bool is_aligned = reinterpret_cast<uintptr_t>(logits.data_ptr()) % 16 == 0 &&
-                          logits.size(1) * logits.element_size() % 16 == 0;
-  STD_TORCH_CHECK(is_aligned, "fx_fuser: rows of logits are not aligned to 16 bytes");
-  STD_TORCH_CHECK(labels.scalar_type() == ScalarType::Long && labels.is_contiguous() &&
-                      labels.numel() == logits.size(0),
-                  "fx_fuser: labels are not one int64 a row");
-  STD_TORCH_CHECK(losses.scalar_type() == ScalarType::Float && losses.is_contiguous() &&
-                      losses.numel() == logits.size(0),
-                  "fx_fuser: losses are not one float32 a row");
-  if (!scale) return;
-  require_cuda(*scale, "scale");
-  STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->numel() == 1,
-                  "fx_fuser: the scale of gradients is not one float32");
+  STD_TORCH_CHECK(rows.size(1) <= kMost, "fx_fuser: ", rows.size(1), " columns of ", what,
+                  " are more than the kernel counts");
+}
+
+// What the kernels write gradients to, whole vectors of each row.
+void check_padded_rows(const HeadLossKernels& kernels, const Tensor& rows, const char* what,
+                       int64_t columns) {
+  check_rows(kernels, rows, what);
+  STD_TORCH_CHECK(columns > 0 && columns <= rows.size(1) && rows.size(1) == rows.stride(0),
+                  "fx_fuser: ", what, " are not ", columns, " columns in rows behind each other");
+  STD_TORCH_CHECK(has_vectors(rows), "fx_fuser: rows of ", what, " are not aligned to 16 bytes");
+}
+
+void check_one_a_row(const Tensor& given, const Tensor& logits, const char* what, ScalarType type,
+                     int64_t count) {
+  require_cuda(given, what);
+  STD_TORCH_CHECK(given.scalar_type() == type && given.is_contiguous() &&
+                      given.numel() == logits.size(0) * count,
+                  "fx_fuser: ", what, " are not ", count, " ", toString(type), " a row");
+}
+
+void launch_rows(const Kernel& kernel, const Tensor& logits, const HeadLossArgs& args) {
+  if (logits.size(0) == 0) return;
+  const int device = logits.get_device_index();
+  const OnDevice on_device(device);
+  launch(kernel, logits.size(0), kHeadLossThreads, current_stream(device), args);
 }
 
 void head_loss(int64_t handle, const Tensor& logits, const Tensor& labels, const Tensor& losses,
                const std::optional<Tensor>& scale, int64_t columns, int64_t ignore_index) {
   const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
-  check_head_loss(kernels, logits, labels, losses, scale, columns);
-  if (logits.size(0) == 0) return;
-  const int device = logits.get_device_index();
-  const OnDevice on_device(device);
-  const HeadLossArgs args{logits.data_ptr(),
-                          scale ? static_cast<const float*>(scale->data_ptr()) : nullptr,
-                          static_cast<const int64_t*>(labels.data_ptr()),
-                          static_cast<float*>(losses.data_ptr()),
-                          logits.stride(0),
-                          ignore_index,
-                          static_cast<int32_t>(columns),
-                          static_cast<int32_t>(logits.stride(0) * logits.element_size() / 16)};
-  launch(kernels.kernel, logits.size(0), kHeadLossThreads, current_stream(device), args);
+  check_padded_rows(kernels, logits, "logits", columns);
+  check_one_a_row(labels, logits, "labels", ScalarType::Long, 1);
+  check_one_a_row(losses, logits, "losses", ScalarType::Float, 1);
+  if (scale) {
+    require_cuda(*scale, "scale");
+    STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->numel() == 1,
+                    "fx_fuser: the scale of gradients is not one float32");
+  }
+  HeadLossArgs args{};
+  args.logits = args.gradient = logits.data_ptr();
+  args.scale = scale ? static_cast<const float*>(scale->data_ptr()) : nullptr;
+  args.labels = static_cast<const int64_t*>(labels.data_ptr());
+  args.losses = static_cast<float*>(losses.data_ptr());
+  args.pitch = logits.stride(0);
+  args.gradient_pitch = static_cast<int32_t>(logits.stride(0));
+  args.columns = static_cast<int32_t>(columns);
+  args.ignore_index = ignore_index;
+  launch_rows(kernels.in_place, logits, args);
+}
+
+// What both kernels of logits that stay take.
+HeadLossArgs kept_args(const HeadLossKernels& kernels, const Tensor& logits, const Tensor& sums,
+                       const Tensor& labels, int64_t ignore_index) {
+  check_rows(kernels, logits, "logits");
+  check_one_a_row(sums, logits, "sums", ScalarType::Float, 2);
+  check_one_a_row(labels, logits, "labels", ScalarType::Long, 1);
+  HeadLossArgs args{};
+  args.logits = logits.data_ptr();
+  args.sums = static_cast<RowSums*>(sums.data_ptr());
+  args.labels = static_cast<const int64_t*>(labels.data_ptr());
+  args.pitch = logits.stride(0);
+  args.columns = static_cast<int32_t>(logits.size(1));
+  args.ignore_index = ignore_index;
+  return args;
+}
+
+void head_loss_kept(int64_t handle, const Tensor& logits, const Tensor& labels,
+                    const Tensor& losses, const Tensor& sums, int64_t ignore_index) {
+  const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
+  HeadLossArgs args = kept_args(kernels, logits, sums, labels, ignore_index);
+  check_one_a_row(losses, logits, "losses", ScalarType::Float, 1);
+  args.losses = static_cast<float*>(losses.data_ptr());
+  launch_rows(has_vectors(logits) ? kernels.kept : kernels.kept_unaligned, logits, args);
+}
+
+void head_loss_gradient(int64_t handle, const Tensor& logits, const Tensor& sums,
+                        const Tensor& labels, const Tensor& scale, const Tensor& gradient,
+                        int64_t ignore_index) {
+  const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
+  HeadLossArgs args = kept_args(kernels, logits, sums, labels, ignore_index);
+  check_padded_rows(kernels, gradient, "gradients", logits.size(1));
+  STD_TORCH_CHECK(gradient.size(0) == logits.size(0), "fx_fuser: gradients of ", gradient.size(0),
+                  " rows, not of ", logits.size(0));
+  check_one_a_row(scale, logits, "scales", ScalarType::Float, 1);
+  args.gradient = gradient.data_ptr();
+  args.gradient_pitch = static_cast<int32_t>(gradient.stride(0));
+  args.scale = static_cast<const float*>(scale.data_ptr());
+  launch_rows(has_vectors(logits) ? kernels.gradient : kernels.gradient_unaligned, logits, args);
 }
 
 }  // namespace

@@ -40,6 +40,12 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "head_loss(int kernels, Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor? scale, "
       "int columns, int ignore_index) -> ()");
+  m.def(
+      "head_loss_kept(int kernels, Tensor logits, Tensor labels, Tensor(a!) losses, Tensor(b!) "
+      "sums, int ignore_index) -> ()");
+  m.def(
+      "head_loss_gradient(int kernels, Tensor logits, Tensor sums, Tensor labels, Tensor scale, "
+      "Tensor(a!) gradient, int ignore_index) -> ()");
   m.def("reset_linear_split(int kernels) -> ()");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
@@ -65,6 +71,8 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("pointwise", TORCH_BOX(&pointwise));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
   m.impl("head_loss", TORCH_BOX(&head_loss));
+  m.impl("head_loss_kept", TORCH_BOX(&head_loss_kept));
+  m.impl("head_loss_gradient", TORCH_BOX(&head_loss_gradient));
   m.impl("reset_linear_split", TORCH_BOX(&reset_linear_split));
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
   m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));

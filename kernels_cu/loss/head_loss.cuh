@@ -1,10 +1,14 @@
-// losses[i] = logsumexp(logits[i]) - logits[i][label], and in place the gradient of that by the
-// logits, softmax(logits[i]) - one_hot(label), times a scale.
+// losses[i] = logsumexp(logits[i]) - logits[i][label], and the gradient of that by the logits,
+// softmax(logits[i]) - one_hot(label), times a scale.
 //
 // A block takes a row. It reads the row once, for its largest logit and the sum of exp(logit -
-// largest), each thread with a largest of its own that grows; and then again, mostly from L2, for
-// the gradient. Every order is fixed by the row's length: results are the same bit for bit from run
-// to run.
+// largest), each thread with a largest of its own that grows; and then again for the gradient: at
+// once, mostly from L2, in the logits' place, or where the logits stay in another launch, to which
+// the first leaves the two numbers. Every order is fixed by the row's length: results are the same
+// bit for bit from run to run.
+//
+// Logits that stay lie as their Linear wrote them: rows of an odd length without padding begin
+// anywhere, and are read element by element, of which a warp's lie side by side.
 //
 // Values are torch's: a NaN or +inf makes NaN of the row, and so do logits that are all -inf. Where
 // the label does not count, the loss is 0 and the gradient 0 times softmax, of such a row NaN.
@@ -65,32 +69,36 @@ __device__ __forceinline__ ExpSum merge_block(ExpSum mine) {
   return whole;
 }
 
-template <class T>
-struct HeadLoss {
-  static constexpr int kWidth = 16 / sizeof(T);
-  static constexpr int kRound = kHeadLossThreads * kHeadLossInFlight;  // vectors
+// A row of logits. kIsPadded: may what lies behind its columns be read, up to a whole vector?
+template <class T, int kWidth, bool kIsPadded>
+struct LogitRow {
+  static constexpr int kInFlight = kHeadLossInFlight * (16 / sizeof(T)) / kWidth;  // vectors
+  static constexpr int kRound = kHeadLossThreads * kInFlight;
   using Vector = Packed<T, kWidth>;
 
-  T* row;
+  const T* logits;
   int columns;
-  int vectors;  // of a row with what lies behind its columns
 
-  __device__ __forceinline__ void load(Vector (&raw)[kHeadLossInFlight], int first) const {
+  __device__ __forceinline__ void load(Vector (&raw)[kInFlight], int first) const {
 #pragma unroll
-    for (int i = 0; i < kHeadLossInFlight; ++i) {
-      const int vector = first + i * kHeadLossThreads;
-      if (vector < vectors) raw[i] = reinterpret_cast<const Vector*>(row)[vector];
+    for (int i = 0; i < kInFlight; ++i) {
+      const int begin = (first + i * kHeadLossThreads) * kWidth;
+      if (begin + (kIsPadded ? 1 : kWidth) <= columns) {
+        raw[i] = *reinterpret_cast<const Vector*>(logits + begin);
+      } else if (kWidth > 1 && !kIsPadded) {
+        raw[i].assign([&](int e) { return begin + e < columns ? logits[begin + e] : T{}; });
+      }
     }
   }
 
   __device__ __forceinline__ ExpSum exp_sum() const {
     ExpSum mine;
-    for (int first = threadIdx.x; first < vectors; first += kRound) {
-      Vector raw[kHeadLossInFlight];
+    for (int first = threadIdx.x; first * kWidth < columns; first += kRound) {
+      Vector raw[kInFlight];
       load(raw, first);
-      float logit[kHeadLossInFlight * kWidth];
+      float logit[kInFlight * kWidth];
 #pragma unroll
-      for (int i = 0; i < kHeadLossInFlight; ++i) {
+      for (int i = 0; i < kInFlight; ++i) {
         const int left = columns - (first + i * kHeadLossThreads) * kWidth;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
@@ -102,57 +110,97 @@ struct HeadLoss {
     return merge_block(mine);
   }
 
-  // Behind the columns 0. at_label: what the label's has less.
-  __device__ __forceinline__ void store_gradient(const ExpSum& whole, float weight, int label,
-                                                 float at_label) const {
-    for (int first = threadIdx.x; first < vectors; first += kRound) {
-      Vector raw[kHeadLossInFlight];
+  // To `pitch` elements, which may be the row itself; behind the columns 0. label: -1 where it does
+  // not count.
+  __device__ __forceinline__ void store_gradient(T* to, int pitch, const ExpSum& whole, float scale,
+                                                 int label) const {
+    const float weight = scale / whole.sum;
+    for (int first = threadIdx.x; first * kWidth < pitch; first += kRound) {
+      Vector raw[kInFlight];
       load(raw, first);
 #pragma unroll
-      for (int i = 0; i < kHeadLossInFlight; ++i) {
-        const int vector = first + i * kHeadLossThreads;
-        const int left = columns - vector * kWidth;
-        const int labelled = label - vector * kWidth;
+      for (int i = 0; i < kInFlight; ++i) {
+        const int begin = (first + i * kHeadLossThreads) * kWidth;
         float gradient[kWidth];
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float logit = convert<float>(raw[i][e]);
           const float share = math::exp_of_minus(whole.largest - logit) * weight;
-          const float value = e == labelled ? share - at_label : share;
-          gradient[e] = e < left ? value : 0.0f;
+          const float value = begin + e == label ? share - scale : share;
+          gradient[e] = begin + e < columns ? value : 0.0f;
         }
-        if (vector < vectors) reinterpret_cast<Vector*>(row)[vector] = pack<T>(gradient);
+        if (begin < pitch) *reinterpret_cast<Vector*>(to + begin) = pack<T>(gradient);
       }
     }
   }
 };
 
-template <class T>
-__device__ __forceinline__ void head_loss(const HeadLossArgs& args) {
-  T* row = static_cast<T*>(args.logits) + int64_t{blockIdx.x} * args.pitch;
-  const HeadLoss<T> of_row{row, args.columns, args.vectors};
+// The row's label, -1 where it does not count.
+__device__ __forceinline__ int label_of(const HeadLossArgs& args) {
   const int64_t given = args.labels[blockIdx.x];
-  const bool counts = given != args.ignore_index;
-  if (counts && (given < 0 || given >= args.columns)) __trap();
-  const int label = counts ? static_cast<int>(given) : -1;
-  // Before the block's barrier, behind which threads write gradients.
-  const float picked = threadIdx.x == 0 && counts ? convert<float>(row[label]) : 0.0f;
-  const ExpSum whole = of_row.exp_sum();
+  if (given == args.ignore_index) return -1;
+  if (given < 0 || given >= args.columns) __trap();
+  return static_cast<int>(given);
+}
+
+template <class T, int kWidth, bool kIsPadded>
+__device__ __forceinline__ ExpSum store_loss(const HeadLossArgs& args,
+                                             const LogitRow<T, kWidth, kIsPadded>& row, int label) {
+  // Before the block's barrier, behind which threads may write gradients in the logits' place.
+  const float picked = threadIdx.x == 0 && label >= 0 ? convert<float>(row.logits[label]) : 0.0f;
+  const ExpSum whole = row.exp_sum();
   if (threadIdx.x == 0) {
     // The difference first: of large logits it is exact.
-    args.losses[blockIdx.x] = counts ? whole.largest - picked + logf(whole.sum) : 0.0f;
+    args.losses[blockIdx.x] = label >= 0 ? whole.largest - picked + logf(whole.sum) : 0.0f;
   }
+  return whole;
+}
+
+template <class T>
+__device__ __forceinline__ void head_loss(const HeadLossArgs& args) {
+  T* logits = static_cast<T*>(args.gradient) + int64_t{blockIdx.x} * args.gradient_pitch;
+  const LogitRow<T, 16 / sizeof(T), true> row{logits, args.columns};
+  const int label = label_of(args);
+  const ExpSum whole = store_loss(args, row, label);
   if (args.scale != nullptr) {
-    const float scale = counts ? *args.scale : 0.0f;
-    of_row.store_gradient(whole, scale / whole.sum, label, scale);
+    const float scale = label >= 0 ? *args.scale : 0.0f;
+    row.store_gradient(logits, args.gradient_pitch, whole, scale, label);
   }
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ LogitRow<T, kWidth, false> kept_row(const HeadLossArgs& args) {
+  return {static_cast<const T*>(args.logits) + int64_t{blockIdx.x} * args.pitch, args.columns};
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ void head_loss_kept(const HeadLossArgs& args) {
+  const ExpSum whole = store_loss(args, kept_row<T, kWidth>(args), label_of(args));
+  if (threadIdx.x == 0) args.sums[blockIdx.x] = {whole.largest, whole.sum};
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ void head_loss_gradient(const HeadLossArgs& args) {
+  T* gradient = static_cast<T*>(args.gradient) + int64_t{blockIdx.x} * args.gradient_pitch;
+  const int label = label_of(args);
+  const RowSums sums = args.sums[blockIdx.x];
+  const float scale = label >= 0 ? args.scale[blockIdx.x] : 0.0f;
+  kept_row<T, kWidth>(args).store_gradient(gradient, args.gradient_pitch, {sums.largest, sums.sum},
+                                           scale, label);
 }
 
 }  // namespace fx_fuser
 
 // One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
-#define FX_FUSER_HEAD_LOSS(functor, scalars, Acc, Out, T)                       \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kHeadLossThreads, 1)   \
-      fx_fuser_head_loss(const __grid_constant__ fx_fuser::HeadLossArgs args) { \
-    fx_fuser::head_loss<T>(args);                                               \
+#define FX_FUSER_HEAD_LOSS_KERNEL(name, ...)                                  \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kHeadLossThreads, 1) \
+      name(const __grid_constant__ fx_fuser::HeadLossArgs args) {             \
+    fx_fuser::__VA_ARGS__(args);                                              \
   }
+
+#define FX_FUSER_HEAD_LOSS(functor, scalars, Acc, Out, T)                                       \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss, head_loss<T>)                                   \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_kept, head_loss_kept<T, 16 / sizeof(T)>)         \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_kept_unaligned, head_loss_kept<T, 1>)            \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_gradient, head_loss_gradient<T, 16 / sizeof(T)>) \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_gradient_unaligned, head_loss_gradient<T, 1>)

@@ -1,4 +1,4 @@
-// What the host tells the kernel of head_loss.cuh.
+// What the host tells the kernels of head_loss.cuh.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,23 @@ namespace fx_fuser {
 constexpr int kHeadLossThreads = 256;
 constexpr int kHeadLossInFlight = 4;  // vectors of 16 bytes that a thread has under way
 
+// Of a row of logits that stay, for its gradient: the largest, and the sum of exp(logit - largest).
+struct alignas(8) RowSums {
+  float largest;
+  float sum;
+};
+
 struct HeadLossArgs {
-  void* logits;           // [rows, pitch], each row aligned to 16 bytes
-  const float* scale;     // of the gradient; null: the logits stay
+  const void* logits;     // [rows, pitch]
+  void* gradient;         // [rows, gradient_pitch], each row aligned to 16 bytes; or the logits
+  RowSums* sums;          // [rows]
+  const float* scale;     // of gradients in place, null: the logits stay; else one a row
   const int64_t* labels;  // [rows]
   float* losses;          // [rows]
-  int64_t pitch;          // of a row
+  int64_t pitch;
   int64_t ignore_index;
+  int32_t gradient_pitch;
   int32_t columns;
-  int32_t vectors;  // of 16 bytes, of a pitch
 };
 
 }  // namespace fx_fuser

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,18 +53,57 @@ def _compare(
     made, losses = logits.clone(), torch.full(labels.shape, SENTINEL, device=CUDA)
     given = None if not scale else torch.tensor(scale, device=CUDA)
     launch.head_loss(spec_of(dtype), made, labels, losses, given, columns, IGNORED)
-    off = (losses - exact).abs() / exact.abs().clamp(min=1.0)
-    if not _is_within(off, losses, exact, LOSS):
-        failures.append(f"{what}: losses {losses.tolist()}, not {exact.tolist()}")
+    _compare_losses(failures, what, losses, exact)
     if not scale:
         if not torch.equal(made.view(torch.uint8), logits.view(torch.uint8)):
             failures.append(f"{what}: the logits are written to")
         return
+    _compare_gradients(failures, what, made, gradient, scale)
+
+
+def _compare_losses(failures: list[str], what: str, losses: Tensor, exact: Tensor) -> None:
+    off = (losses - exact).abs() / exact.abs().clamp(min=1.0)
+    if not _is_within(off, losses, exact, LOSS):
+        failures.append(f"{what}: losses {losses.tolist()}, not {exact.tolist()}")
+
+
+def _compare_gradients(
+    failures: list[str], what: str, made: Tensor, exact: Tensor, scale: float
+) -> None:
     # One rounding of the result, and those of exp, of a difference of logits below 2^7, and of the
     # sum: in fp32, of terms of at most 1.
-    off = (made - gradient).abs() / (torch.finfo(dtype).eps * gradient.abs() + scale * LOSS)
-    if not _is_within(off, made, gradient, 1.0):
+    off = (made - exact).abs() / (torch.finfo(made.dtype).eps * exact.abs() + scale * LOSS)
+    if not _is_within(off, made, exact, 1.0):
         failures.append(f"{what}: gradients are off by {float(off.nan_to_num(INF).max())} of it")
+
+
+def _kept(logits: Tensor, columns: int, pitch: int, begin: int) -> Tensor:
+    """The same logits in rows of this pitch, from this element of memory on; the rest is NaN."""
+    rows = logits.shape[0]
+    memory = torch.full((begin + rows * pitch,), torch.nan, device=CUDA, dtype=logits.dtype)
+    made = memory[begin:].view(rows, pitch)[:, :columns]
+    return made.copy_(logits[:, :columns])
+
+
+def _compare_kept(
+    failures: list[str], what: str, logits: Tensor, labels: Tensor, columns: int, scale: float
+) -> None:
+    """The kernels of logits that stay, by vectors and by elements, against float64."""
+    exact, gradient = _exact(logits, labels, columns, scale)
+    spec, pitch = spec_of(logits.dtype), logits.shape[1]
+    for form in ((pitch, 0), (pitch, 1), (columns, 0), (columns + 3, 5)):
+        kept, said = _kept(logits, columns, *form), f"{what}, pitch and begin {form}"
+        before = kept.clone()
+        losses = torch.full(labels.shape, SENTINEL, device=CUDA)
+        sums = torch.full((*labels.shape, 2), SENTINEL, device=CUDA)
+        launch.head_loss_kept(spec, kept, labels, losses, sums, IGNORED)
+        _compare_losses(failures, said, losses, exact)
+        made = torch.full_like(logits, SENTINEL)
+        given = torch.full(labels.shape, scale, device=CUDA)
+        launch.head_loss_gradient(spec, kept, sums, labels, given, made, IGNORED)
+        _compare_gradients(failures, said, made, gradient, scale)
+        if not bool(((kept == before) | before.isnan()).all()):
+            failures.append(f"{said}: the logits are written to")
 
 
 def _is_within(off: Tensor, made: Tensor, exact: Tensor, most: float) -> bool:
@@ -82,7 +122,9 @@ def sweep(failures: list[str], count: int, seed: int, largest: Sequence[int]) ->
         scale = choose.choice((0.0, 1.0, 2.0**14 if dtype is torch.float16 else 1.0))
         logits = logits_of(rows, columns, dtype, choose.choice((0.1, 2.0, 40.0)))
         what = f"[{rows}, {columns}] of {dtype}, scale {scale}"
-        _compare(failures, what, logits, labels_of(rows, columns, choose), columns, scale)
+        given = logits, labels_of(rows, columns, choose), columns
+        _compare(failures, what, *given, scale)
+        _compare_kept(failures, what, *given, scale or 1.0)
 
 
 def special_values(failures: list[str], columns: int) -> None:
@@ -98,14 +140,14 @@ def special_values(failures: list[str], columns: int) -> None:
         for i in range(5):
             logits[5 + i] = logits[i]
         labels = torch.tensor([1, 0, 2, 0, columns - 1, *[IGNORED] * 5], device=CUDA)
-        _compare(failures, f"special values of {dtype}", logits, labels, columns, 1.0)
+        for compare in (_compare, _compare_kept):
+            compare(failures, f"special values of {dtype}", logits, labels, columns, 1.0)
     logits = logits_of(2, columns, torch.bfloat16)
     logits[0, 1] = -INF
     _compare(failures, "a label of -inf", logits, torch.tensor([1, 1], device=CUDA), columns, 1.0)
 
 
 def refusals(failures: list[str]) -> None:
-    spec = spec_of(torch.bfloat16)
     labels, losses = torch.zeros(2, dtype=torch.long, device=CUDA), torch.zeros(2, device=CUDA)
     scale = torch.ones((), device=CUDA)
     logits = torch.zeros(2, 24, dtype=torch.bfloat16, device=CUDA)
@@ -120,10 +162,34 @@ def refusals(failures: list[str]) -> None:
         "a scale of float64": (logits, labels, losses, scale.double(), 24),
         "a scale a row": (logits, labels, losses, losses, 24),
     }.items():
-        try:
-            launch.head_loss(spec, *given, IGNORED)
-        except RuntimeError as error:
-            if "fx_fuser" not in str(error):
-                failures.append(f"{what}: {error}")
-        else:
-            failures.append(f"{what}: taken")
+        _is_refused(failures, what, launch.head_loss, given)
+    sums, made = torch.zeros(2, 2, device=CUDA), torch.zeros_like(logits)
+    kept = {"logits": logits, "labels": labels, "losses": losses, "sums": sums}
+    gradient = {"logits": logits, "sums": sums, "labels": labels, "scale": losses, "gradient": made}
+    for call, right, wrong in (
+        (launch.head_loss_kept, kept, {"logits": logits.t()}),
+        (launch.head_loss_kept, kept, {"logits": logits.half()}),
+        (launch.head_loss_kept, kept, {"labels": labels[:1]}),
+        (launch.head_loss_kept, kept, {"losses": losses.double()}),
+        (launch.head_loss_kept, kept, {"sums": losses}),
+        (launch.head_loss_gradient, gradient, {"logits": logits[:, ::2]}),
+        (launch.head_loss_gradient, gradient, {"sums": sums.double()}),
+        (launch.head_loss_gradient, gradient, {"labels": labels.int()}),
+        (launch.head_loss_gradient, gradient, {"scale": scale}),
+        (launch.head_loss_gradient, gradient, {"gradient": made[:1]}),
+        (launch.head_loss_gradient, gradient, {"gradient": made[:, :16]}),
+        (launch.head_loss_gradient, gradient, {"gradient": made.flatten()[:42].view(2, 21)}),
+    ):
+        _is_refused(failures, f"{call.__name__} of {wrong}", call, (right | wrong).values())
+
+
+def _is_refused(
+    failures: list[str], what: str, call: Callable[..., None], given: Iterable[Any]
+) -> None:
+    try:
+        call(spec_of(torch.bfloat16), *given, IGNORED)
+    except RuntimeError as error:
+        if "fx_fuser" not in str(error):
+            failures.append(f"{what}: {error}")
+    else:
+        failures.append(f"{what}: taken")

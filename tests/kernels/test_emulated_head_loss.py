@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
+from fx_fuser.ops import head_kept
 from fx_fuser.ops import head_loss as op
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
@@ -56,9 +57,9 @@ def test_a_label_that_is_no_column_stops_the_kernel(label: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_op_with_the_kernel_is_the_op_without(
-    dtype: torch.dtype, mean: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By pieces of rows, of fp32 weights: the same gemms around it."""
     torch.manual_seed(0)
@@ -70,12 +71,35 @@ def test_the_op_with_the_kernel_is_the_op_without(
         launch.head_loss(spec_of(dtype), logits, labels.contiguous(), *rest)
 
     def made() -> list[Tensor]:
-        loss = op.HEAD_LOSS(*given, labels, dtype, torch.float32, -100, mean)
+        loss = op.HEAD_LOSS(*given, labels, dtype, torch.float32, -100, reduction)
         return [loss.detach(), *torch.autograd.grad(loss, given)]
 
     monkeypatch.setattr(op, "_ROWS", 1)
     expected = made()
     monkeypatch.setattr(op, "_rows", by_kernel)
     # A gradient that lies between two numbers of 16 bits may be rounded to the other.
+    for ours, plain in zip(made(), expected):
+        assert float((ours - plain).norm()) < torch.finfo(dtype).eps / 4 * float(plain.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_op_of_kept_logits_with_the_kernels_is_the_op_without(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 51, (140,))
+    labels[:3] = torch.tensor([0, 50, -100])
+    given = [torch.randn(*shape, requires_grad=True) for shape in ((140, 16), (51, 16), (51,))]
+    x, weight, bias = (v.detach().to(dtype) for v in given)
+    logits = x @ weight.t() + bias
+
+    def made() -> list[Tensor]:
+        loss = head_kept.HEAD_LOSS_KEPT(*given, logits, labels, torch.float32, -100, "mean")
+        return [loss.detach(), *torch.autograd.grad(loss, given)]
+
+    monkeypatch.setattr(op, "_ROWS", 1)
+    expected = made()
+    monkeypatch.setattr(head_kept, "_runs_kernels", lambda _: True)
     for ours, plain in zip(made(), expected):
         assert float((ours - plain).norm()) < torch.finfo(dtype).eps / 4 * float(plain.norm())

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-PASS, OP = "passes/head_loss.py", "ops/head_loss.py"
+PASS, OP, READ = "passes/head_loss.py", "ops/head_loss.py", "graph/read/heads.py"
 TESTS = "tests/passes/test_head_loss.py"
+KEPT, STAYING = "ops/head_kept.py", "tests/passes/test_head_kept.py"
 LEFT = "tests/passes/test_head_loss_left.py"
 
 
 def _left(
-    name: str, old: str, body: str, new: str = "if False:"
+    name: str, old: str, body: str, new: str = "if False:", of: str = PASS
 ) -> tuple[str, str, str, str, tuple[str]]:
-    return f"heads: {name}", PASS, old, new, (f"{LEFT}::test_a_loss_that_stays[{body}]",)
+    return f"heads: {name}", of, old, new, (f"{LEFT}::test_a_loss_that_stays[{body}]",)
 
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("class weights", 'if given["weight"] is not None:', "class_weights"),
     _left("label smoothing", 'if given["label_smoothing"] != 0.0:', "smoothed"),
-    _left("other reductions", 'if given["reduction"] not in _REDUCTIONS:', "of_each_row"),
-    _left("one reader", "        if others:\n", "returned", "        if False:\n"),
+    _left(
+        "readers with a gradient",
+        "reader is output or _is_aside(reader)",
+        "also_a_penalty",
+        "True",
+    ),
+    _left("one of a row", "of_row == 1 and ", "two_of_a_row", ""),
+    _left("of every row", " and rows == [*value_of(likely).shape[:-1]]", "of_a_few_rows", ""),
+    _left("along a row", "dim in (-1, len(rows)) and ", "over_rows", ""),
+    _left("what is read are logits", "if value not in head.logits or ", "likely_returned", "if "),
+    _left(
+        "nothing is written behind",
+        "if _is_written(view, head, output):",
+        "written_behind",
+    ),
+    _left("all rows of what is returned", "if made != used:", "some_rows_of_what_is_returned"),
+    _left(
+        "something wants a gradient",
+        "if not value_of(loss).requires_grad:",
+        "returned_without_training",
+    ),
     _left("a cast that rounds", "if not kinds <= {head.kind, torch.float32}:", "rounded_again"),
     _left("one region", " or regions != {region}", "without_its_gradient", ""),
     _left(
         "a write in between",
-        "if not written.isdisjoint(",
+        "if _is_written(view, head, loss):",
         "written_in_between",
-        "if not set().isdisjoint(",
     ),
     _left(
         "reshaped in place",
@@ -33,26 +52,101 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "reshaped_in_place",
         "if not set().isdisjoint(",
     ),
-    _left("no checkpoint", "    if is_body:\n", "in_a_checkpoint", "    if False:\n"),
-    _left("columns of a view", "or now.shape[-1] != width:", "columns_turned_to_rows", "or False:"),
+    _left("none out of a checkpoint", "if is_body and is_returned:", "out_of_a_checkpoint"),
+    _left(
+        "columns of a view",
+        "or now.shape[-1] != width:",
+        "columns_turned_to_rows",
+        "or False:",
+        READ,
+    ),
     _left(
         "which softmax",
-        "dim % _value(node).ndim == _value(node).ndim - 1",
+        "dim % value_of(node).ndim == value_of(node).ndim - 1",
         "of_softmax_over_rows",
         "True",
+        READ,
     ),
     _left(
         "a loss of what is normalised",
         "is_head = is_normalised and ",
         "not_normalised",
         "is_head = ",
+        READ,
     ),
     _left(
-        "torch's own functions", "if not (is_torchs(node) and ", "by_the_users_flatten", "if not ("
+        "torch's own functions",
+        "if not (is_torchs(node) and ",
+        "by_the_users_flatten",
+        "if not (",
+        READ,
+    ),
+    (
+        "heads: in a checkpoint gradients are made in backward",
+        PASS,
+        'waits = given.reduction == "none" or is_body',
+        'waits = given.reduction == "none"',
+        (f"{STAYING}::test_in_a_checkpoint",),
+    ),
+    (
+        "heads: rows' own losses wait for their gradients",
+        PASS,
+        'waits = given.reduction == "none" or is_body',
+        "waits = is_body",
+        (f"{STAYING}::test_under_autocast[of_each_row]",),
+    ),
+    (
+        "heads: rows' own losses without gradients do not wait",
+        PASS,
+        "(waits and value_of(node).requires_grad)",
+        "waits",
+        (f"{STAYING}::test_losses_of_rows_without_gradients",),
+    ),
+    (
+        "heads: a write to logits is noticed",
+        KEPT,
+        "watched._version != before:",
+        "False:",
+        (f"{STAYING}::test_a_write_to_the_logits_is_noticed[True-inductor]",),
+    ),
+    (
+        "heads: what notices a write holds no memory",
+        KEPT,
+        "    watched.data = logits.new_empty(0)",
+        "    pass",
+        (f"{STAYING}::test_what_notices_a_write_holds_no_logits",),
+    ),
+    (
+        "heads: a gradient of logits comes from outside",
+        PASS,
+        'results[at] = output.graph.call_method("detach", (value,))',
+        "pass",
+        (f"{STAYING}::test_only_who_sends_a_gradient_through_the_logits_pays_for_one",),
+    ),
+    (
+        "heads: a gradient of returned logits is restored",
+        KEPT,
+        "results[one.logits] = _Logits",
+        "_ = _Logits",
+        (f"{STAYING}::test_a_gradient_of_the_logits_alone",),
+    ),
+    (
+        "heads: pieces of logits that stay begin where they do",
+        KEPT,
+        "of_piece = logits[piece], ",
+        "of_piece = logits[: part.shape[0]], ",
+        (f"{STAYING}::test_pieces_of_rows[True-dtype0-129]",),
+    ),
+    (
+        "heads: graphs that return logits are not in Inductor's caches alone",
+        "installation.py",
+        "and not (options.takes_heads and has_losses(gm))",
+        "and True",
+        (f"{STAYING}::test_inductor_calls_fx_fuser",),
     ),
     (
         "heads: columns of an index",
-        PASS,
+        READ,
         "return _keeps_columns(node.args[1], was.ndim)",
         "return True",
         (f"{LEFT}::test_one_column_of_as_many_rows",),
@@ -83,7 +177,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         OP,
         "share = count.clamp(min=1)",
         "share = count",
-        (f"{TESTS}::test_where_no_label_counts[mean]",),
+        (f"{TESTS}::test_where_no_label_counts[mean-dtype1]",),
     ),
     (
         "heads: pieces add",
@@ -95,8 +189,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: NaN of a row that does not count",
         OP,
-        "logits[:, :columns] = gradient * (counts[:, None] * scale)",
-        "logits[:, :columns] = torch.where(counts[:, None], gradient * scale, 0.0)",
+        "to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]",
+        "to[:, :columns] = torch.where(counts[:, None], shares * scale, 0.0)",
         (f"{TESTS}::test_rows_that_are_not_finite[nan]",),
     ),
 )

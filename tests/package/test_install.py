@@ -366,13 +366,16 @@ def test_the_uuid_has_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_check_without_a_file_has_no_version() -> None:
     scope: dict[str, Any] = {}
     exec("def check(match): return None", scope)
-    assert installation._can_be_late(installation._parsed(OPTIONS)) == installation._HAS_LATE_PASSES
+    assert (
+        installation._can_be_late(linear_graph(), installation._parsed(OPTIONS))
+        == installation._HAS_LATE_PASSES
+    )
 
     def install_test_tanh(x, weight, a):  # type: ignore[no-untyped-def]
         return torch.tanh(F.linear(x, weight)) * a
 
     fx_fuser.register_pattern(install_test_tanh, check=scope["check"])
-    assert not installation._can_be_late(installation._parsed(OPTIONS))
+    assert not installation._can_be_late(linear_graph(), installation._parsed(OPTIONS))
 
 
 @pytest.mark.slow

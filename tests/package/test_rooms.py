@@ -204,7 +204,8 @@ NAMED = {
     "installation": {"split"},  # of which the environment may choose the loop
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
-    "ops.head_loss": {"head_loss"},  # a loss is no site
+    "ops.head_kept": {"head_loss"},  # a loss is no site
+    "ops.head_loss": {"head_loss"},
     "ops.library": {"attention", "folded", "unaligned"},
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},

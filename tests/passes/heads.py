@@ -56,12 +56,19 @@ def autocast(body: Body, dtype: torch.dtype = BF16) -> Body:
     return cast
 
 
+Taken = Callable[[Any], Any]  # results of a program → those that a gradient reaches
+
+
 def by_eager(
-    program: nn.Module, inputs: Sequence[Tensor]
+    program: nn.Module, inputs: Sequence[Tensor], taken: Taken = lambda made: made
 ) -> tuple[Observed, Observed, list[Tensor]]:
     """What eager makes, what is exact, and eager's outputs."""
-    eager, outputs = run(program, inputs, train=True)
-    exact, _ = run(program, inputs, True, dtype=torch.float64, narrow=outputs)
+
+    def call(m: nn.Module) -> Callable[..., Any]:
+        return lambda *given: taken(m(*given))
+
+    eager, outputs = run(program, inputs, True, call)
+    exact, _ = run(program, inputs, True, call, dtype=torch.float64, narrow=outputs)
     return *(Observed(r.outputs, r.grads) for r in (eager, exact)), outputs
 
 
@@ -70,19 +77,30 @@ def larger(inputs: Sequence[Tensor], factor: float) -> list[Tensor]:
     return [m.requires_grad_() if v.requires_grad else v for m, v in zip(made, inputs)]
 
 
-def check(program: nn.Module, *inputs: Tensor, heads: int = 1, **options: Any) -> list[Any]:
+def check(
+    program: nn.Module,
+    *inputs: Tensor,
+    heads: int = 1,
+    taken: Taken = lambda made: made,
+    **options: Any,
+) -> list[Any]:
     """Values and gradients are as eager's; so many heads are one op with their loss.
 
     Each gradient of a logit is rounded by luck, and eager's errors in a few tiny tensors are lucky
     or not: those of the same program on inputs a little larger count as well.
     """
-    own, truth, outputs = by_eager(program, inputs)
+    own, truth, outputs = by_eager(program, inputs, taken)
     chosen = {"auto": True, **options}
+
+    def call(m: nn.Module) -> Callable[..., Any]:
+        fast = compiled(m, **chosen)
+        return lambda *given: taken(fast(*given))
+
     with recorded() as graphs:
-        ours, got = run(program, inputs, True, lambda m: compiled(m, **chosen), narrow=outputs)
+        ours, got = run(program, inputs, True, call, narrow=outputs)
     seen = Observed(ours.outputs, ours.grads)
     if compare(seen, own, truth):
-        others = (by_eager(program, larger(inputs, 1 + i / 64)) for i in range(1, 6))
+        others = (by_eager(program, larger(inputs, 1 + i / 64), taken) for i in range(1, 6))
         assert not compare(seen, own, truth, peers=[errors_of(*one[:2]) for one in others])
     assert [(g.dtype, g.shape) for g in got] == [(o.dtype, o.shape) for o in outputs]
     assert found() == heads

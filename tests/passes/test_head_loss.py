@@ -153,14 +153,15 @@ def test_without_gradients_there_are_none() -> None:
 # ---- values --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_where_no_label_counts(reduction: str) -> None:
+def test_where_no_label_counts(reduction: str, dtype: torch.dtype) -> None:
     """A mean of nothing is NaN, and its gradients are 0."""
 
     def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(m.biased(x).view(-1, V), y.view(-1), reduction=reduction)
 
-    made, x = model(autocast(body)), rows(B, T)
+    made, x = model(autocast(body, dtype)), rows(B, T)
     y = torch.full((B, T), IGNORED)
     loss = compiled(made, auto=True)(x, y)
     loss.backward()

@@ -58,6 +58,11 @@ def summed(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x)[:, :-1].reshape(-1, V), y[:, 1:].reshape(-1), reduction="sum")
 
 
+def returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    return F.cross_entropy(logits.float().view(-1, V), y.view(-1)), logits
+
+
 @pytest.mark.parametrize("rows", [900, 4600])  # one piece, and three
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("body", [causal, summed])
@@ -71,12 +76,35 @@ def test_weights_of_16_bits(dtype: torch.dtype, rows: int) -> None:
     check(on_gpu(causal, None).to(dtype), *data(rows, dtype), **ON_GPU)
 
 
+@pytest.mark.parametrize("rows", [900, 4600])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("counts", [True, False], ids=["both", "loss"])
+@pytest.mark.each_pair
+def test_logits_that_are_returned(rows: int, dtype: torch.dtype, bias: bool, counts: bool) -> None:
+    """A gradient comes for both, or for the loss alone."""
+    made = on_gpu(returned, dtype, bias)
+    check(made, *data(rows), taken=lambda found: found if counts else found[0], **ON_GPU)
+
+
+def likely_tokens(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).float().log_softmax(-1)
+    return likely.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("body", [returned, likely_tokens])
+def test_logits_of_16_bit_weights_that_stay(body: Body, dtype: torch.dtype) -> None:
+    check(on_gpu(body, None).to(dtype), *data(4600, dtype), **ON_GPU)
+
+
 def test_small_logits_stay() -> None:
     check(on_gpu(causal, BF16), *data(300), heads=0, **ON_GPU)
 
 
-def test_replayed_graphs() -> None:
-    check(on_gpu(causal, BF16), *data(900), mode="reduce-overhead", **ON_GPU)
+@pytest.mark.parametrize("body", [causal, returned])
+def test_replayed_graphs(body: Body) -> None:
+    check(on_gpu(body, BF16), *data(900), mode="reduce-overhead", **ON_GPU)
 
 
 def test_a_grad_scaler() -> None:
@@ -123,7 +151,8 @@ def _gpt2() -> Any:
     return model
 
 
-def test_gpt2_takes_less_memory() -> None:
+@pytest.mark.parametrize("returns", [False, True], ids=["loss", "logits"])
+def test_gpt2_takes_less_memory(returns: bool) -> None:
     model = _gpt2()
     tokens = torch.randint(0, V, (8, 1024), device="cuda")
     results = []
@@ -131,17 +160,18 @@ def test_gpt2_takes_less_memory() -> None:
         torch._dynamo.reset()
         model.zero_grad()
 
-        def loss() -> Tensor:
+        def made() -> Any:
             with torch.autocast("cuda", BF16):
-                return model(tokens, labels=tokens).loss
+                found = model(tokens, labels=tokens)
+            return (found.loss, found.logits) if returns else (found.loss,)
 
-        run = torch.compile(loss, backend=backend)
+        run = torch.compile(made, backend=backend)
 
-        def step(run: Callable[[], Tensor] = run) -> Tensor:
+        def step(run: Callable[[], Any] = run) -> Tensor:
             model.zero_grad(set_to_none=False)
-            made = run()
-            made.backward()
-            return made.detach()
+            loss, *_logits = run()
+            loss.backward()
+            return loss.detach()
 
         peak = _peak(step)
         grads = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -152,8 +182,9 @@ def test_gpt2_takes_less_memory() -> None:
     for name, grad in grads_of.items():
         # Both round each gradient of a logit and of an activation to bf16, 2^-9 of it.
         assert float((own_grads[name] - grad).norm()) < 2.0**-5 * float(grad.norm()), name
-    # Inductor holds the logits and their gradient, 2 x 823 MB; a piece takes 206, the weight's
-    # padded copy 77 and its gradient 154, which Inductor has later.
+    # Inductor holds the logits and their gradient, 2 x 823 MB, and where they are returned one of
+    # zeros as well; a piece takes 206, the weight's padded copy 77 and its gradient 154, which
+    # Inductor has later.
     assert ours < theirs - (1 << 30)
 
 

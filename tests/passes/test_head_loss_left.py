@@ -15,20 +15,49 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser.errors import BuildError
+from fx_fuser.graph.read.heads import Head
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.native import load
 from fx_fuser.options import Options
 from fx_fuser.passes import head_loss
 
 
-def returned(m: Program, x: Tensor, y: Tensor) -> Any:
-    logits = m.head(x)
-    return F.cross_entropy(logits.view(-1, V), y.view(-1)), logits
-
-
-def also_an_accuracy(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def also_a_penalty(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float().view(-1, V)
-    return F.cross_entropy(logits, y.view(-1)) + (logits.argmax(-1) == y.view(-1)).float().mean()
+    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp(-1).square().mean()
+
+
+def likely_returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    likely = m.head(x).view(-1, V).log_softmax(-1)
+    return F.nll_loss(likely, y.view(-1)), likely
+
+
+def returned_and_written(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    loss = F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+    with torch.no_grad():
+        logits.mul_(2)
+    return loss, logits
+
+
+def written_behind(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    loss = F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+    logits.detach().view(-1)[0] = 1.0
+    return loss, logits
+
+
+def some_rows_of_what_is_returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.head(x)
+    moved = logits[..., :-1, :].contiguous().view(-1, V)
+    return F.cross_entropy(moved, y[..., 1:].reshape(-1)), logits
+
+
+def returned_without_training(m: Program, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        logits = m.head(x)
+        loss = F.cross_entropy(logits.view(-1, V), y.view(-1))
+    return loss * x.sum(), logits
 
 
 def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -38,10 +67,6 @@ def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 def smoothed(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), label_smoothing=0.1)
-
-
-def of_each_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), reduction="none").square().mean()
 
 
 def soft_labels(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -105,6 +130,24 @@ def normalised_and_normalised(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x).view(-1, V).log_softmax(-1), y.view(-1))
 
 
+def two_of_a_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return m.head(x).log_softmax(-1).gather(-1, y.clamp(0)[..., None].expand(B, T, 2)).sum()
+
+
+def of_a_few_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """A gather drops rows that the index does not have."""
+    return m.head(x).log_softmax(-1).gather(-1, y.clamp(0)[:, 1:, None]).sum()
+
+
+def over_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return m.head(x)[:, :1].log_softmax(-1).gather(1, y.clamp(0, 0)[:, :1, None]).sum()
+
+
+def picked_and_an_entropy(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).log_softmax(-1)
+    return likely.gather(-1, y.clamp(0)[..., None]).sum() + (likely.exp() * likely).sum()
+
+
 def reshaped_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         h = x * 1.0
@@ -123,8 +166,12 @@ def by_the_users_flatten(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(flatten(m.head(x), 0, 1), y.view(-1))
 
 
-def in_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return checkpoint(lambda x, y: viewed(m, x, y), x, y, use_reentrant=False)
+def out_of_a_checkpoint(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    def both(x: Tensor, y: Tensor) -> Any:
+        logits = m.head(x)
+        return F.cross_entropy(logits.view(-1, V), y.view(-1)), logits
+
+    return checkpoint(both, x, y, use_reentrant=False)
 
 
 def in_a_transform(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -137,12 +184,19 @@ def in_a_transform(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 
 LEFT = {
-    returned: "also read by the caller",
-    also_an_accuracy: "also read by",
+    also_a_penalty: "also read by",
+    likely_returned: "also read by the caller",
+    returned_and_written: "also read by",
+    written_behind: "something is written behind",
+    some_rows_of_what_is_returned: "reads some rows",
+    returned_without_training: "nothing wants a gradient",
     class_weights: "class weights",
     smoothed: "label smoothing",
-    of_each_row: "its reduction is 'none'",
     soft_labels: "no tensor of indices",
+    two_of_a_row: "one log-probability a row",
+    of_a_few_rows: "one log-probability a row",
+    over_rows: "one log-probability a row",
+    picked_and_an_entropy: "also read by",
     one_row: "is not [rows, classes]",
     classes_in_between: "",
     of_some_columns: "",
@@ -157,7 +211,7 @@ LEFT = {
     rounded_again: "cast to torch.float16",
     without_its_gradient: "another grad mode",
     written_in_between: "something is written",
-    in_a_checkpoint: "in a checkpoint",
+    out_of_a_checkpoint: "leave a checkpoint",
     in_a_transform: "",
 }
 
@@ -215,7 +269,7 @@ def test_which_sizes_a_gpu_takes(rows: int | None, columns: int, said: str) -> N
         assert not said
 
 
-def head_on_a_gpu() -> head_loss._Head:
+def head_on_a_gpu() -> Head:
     """Of a graph of fake tensors."""
     graph = torch.fx.Graph()
     with FakeTensorMode():
@@ -223,7 +277,7 @@ def head_on_a_gpu() -> head_loss._Head:
     node = graph.placeholder("logits")
     node.meta["example_value"] = logits
     site = Site("linear", node, (node,), {}, {})
-    return head_loss._Head(site, (), (node,))
+    return Head(site, (), (node,), (node,))
 
 
 def test_a_kernel_that_does_not_compile_costs_the_head_alone(

@@ -71,8 +71,25 @@ def test_with_gradient_checkpointing() -> None:
     check(loss_of(model), tokens())
 
 
-def test_logits_that_are_returned() -> None:
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("counts", [True, False], ids=["both", "loss"])
+def test_logits_that_are_returned(name: str, counts: bool) -> None:
+    """Of a model that is compiled itself; a gradient comes for them, or for the loss alone."""
+
+    def body(m: Program, ids: Tensor) -> Any:
+        with torch.autocast("cpu", BF16):
+            made = m.model(ids, labels=ids)
+        return made.loss, made.logits
+
+    program = Program(body, model=made(name))
+    check(program, tokens(), taken=lambda results: results if counts else results[0])
+
+
+def test_a_model_compiled_as_it_is() -> None:
     model, ids = made("LlamaForCausalLM"), tokens()
     with torch.autocast("cpu", BF16):
-        compiled(model, fullgraph=False, auto=True)(ids, labels=ids).loss.backward()
-    assert found() == 0
+        given = compiled(model, auto=True)(ids, labels=ids)
+        plain = model(ids, labels=ids)
+    assert type(given) is type(plain) and found() == 1
+    assert given.logits.requires_grad and given.logits.stride() == plain.logits.stride()
+    torch.testing.assert_close(given.logits, plain.logits, rtol=2.0**-7, atol=2.0**-7)
