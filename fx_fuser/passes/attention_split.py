@@ -86,9 +86,17 @@ class AttentionSplit(GraphPass):
         return ""
 
     def _gains(self, site: _Site) -> bool:
-        if not load.runs_on(site.spec, site.device) or site.is_small() or site.is_training():
+        if not load.runs_on(site.spec, site.device) or site.is_small():
+            return False
+        if site.is_training() and not takes_training():
             return False
         return bool(loaded([site.spec], site.device, "attention", self.strict)) and site.gains()
+
+
+def takes_training() -> bool:
+    """Are those of training steps replaced?  They stay torch's until the last form of our backward
+    has run on a GPU (issue 43)."""
+    return False
 
 
 def behind(last: Products) -> AttentionSplit:
@@ -143,6 +151,32 @@ def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
     return 4 * math.prod(queries) * keys / limits.of(device).fp32 < 10e-6
 
 
+def why_left(operands: Sequence[Any], trains: bool, on_cpu: bool) -> str:
+    """Why the pass would leave torch's attention of these fake tensors alone, the clock apart;
+    empty if it would not.
+
+    operands: query, key and value. A head of keys and values may be for several of queries.
+    """
+    forms = _forms(dict(zip(_TENSORS[FORWARD], operands)), "cpu" if on_cpu else "cuda")
+    if forms is None:
+        return "its operands are not all of fp32 and in a GPU's memory"
+    sizes = [form.size for form in forms.values()]
+    spec = attention.spec_for(sizes[0][-1])
+    if not _fit(forms) or spec is None:
+        return f"no kernel takes sizes of {', '.join(map(str, sizes))}"
+    for name, form in forms.items():
+        if not _is_aligned(form):
+            return f"its {name} does not lie in rows of whole vectors of 16 bytes"
+    if on_cpu:
+        return ""
+    device = forms["query"].device
+    if not load.runs_on(spec, device):
+        return "this GPU has no kernel for it"
+    if _is_small(sizes[0], sizes[1][2], device):
+        return "it is small: as many operations take some 10 us at most"
+    return "it is of a training step" if trains and not takes_training() else ""
+
+
 # ---- one attention -----------------------------------------------------------------------------
 
 
@@ -172,7 +206,7 @@ class _Site:
         if items is None or not _is_plain(given) or not _makes(items, given):
             return None
         tensors = {name: given[name] for name in _TENSORS[function]}
-        forms = _forms(tensors, "cpu" if on_cpu else "cuda")
+        forms = _forms(_values(tensors), "cpu" if on_cpu else "cuda")
         if forms is None or not _fit(forms):
             return None
         spec = attention.spec_for(forms["query"].size[-1], function == BACKWARD)
@@ -180,7 +214,7 @@ class _Site:
         if one_head:
             forms.update((name, _first_head(forms[name])) for name in _OF_KEYS)
         elif repeated := _before_repeats([tensors[name] for name in _OF_KEYS], node):
-            sources = _forms(dict(zip(_OF_KEYS, repeated)), forms["query"].device.type)
+            sources = _forms(_values(dict(zip(_OF_KEYS, repeated))), forms["query"].device.type)
             if sources is None:
                 return None
             forms.update(sources)
@@ -198,8 +232,7 @@ class _Site:
         return _is_small(self.forms["query"].size, self.forms["key"].size[2], self.device)
 
     def is_training(self) -> bool:
-        """Is it of a training step?  These stay torch's until the last form of our backward has run
-        on a GPU (issue 43)."""
+        """Is it of a training step?"""
         return self.function == BACKWARD or _LSE in self.items
 
     def gains(self) -> bool:
@@ -310,26 +343,33 @@ def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:
     return given["compute_log_sumexp"] is True or _LSE not in items
 
 
-def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
+def _values(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: node.meta.get("val") if isinstance(node, Node) else None
+        for name, node in tensors.items()
+    }
+
+
+def _forms(values: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
     """Of fp32 tensors on one such device, at their sizes in this trace; None if they are not."""
-    values = [n.meta.get("val") if isinstance(n, Node) else None for n in tensors.values()]
-    for value in values:
+    for value in values.values():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
         if value.dtype != torch.float32 or value.device.type != device:
             return None
         if not isinstance(value.shape[-1], int) and value.ndim == 4:
             return None
-    forms = [bench_ops.form_of_value(value) for value in values]
-    if None in forms or len({value.device for value in values}) > 1:  # type: ignore[union-attr]
+    forms = {name: bench_ops.form_of_value(value) for name, value in values.items()}
+    if None in forms.values() or len({value.device for value in values.values()}) > 1:
         return None
-    return dict(zip(tensors, forms))  # type: ignore[arg-type]
+    return forms  # type: ignore[return-value]
 
 
 def _fit(forms: Mapping[str, TensorForm]) -> bool:
-    """Are these one attention's, with as many heads of keys as of queries and something in each?"""
+    """Are these one attention's, with something in each?  A head of keys may be for several of
+    queries."""
     q, k, v = (forms[name].size for name in _TENSORS[FORWARD])
-    if len(q) != 4 or k != v or (*k[:2], *k[3:]) != (*q[:2], q[3]) or 0 in (*q, *k):
+    if len(q) != 4 or k != v or (k[0], *k[3:]) != (q[0], q[3]) or 0 in (*q, *k) or q[1] % k[1]:
         return False
     if "out" not in forms:
         return True

@@ -98,8 +98,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: training is torch's",
         PASS,
-        " or site.is_training():",
-        ":",
+        "if site.is_training() and not takes_training():",
+        "if False:",
         (f"{CHOICE}::test_a_training_step_is_torchs",),
     ),
     (
