@@ -1,0 +1,123 @@
+"""What the tests of attention written by hand share: a function's graph, rewritten and run beside
+eager mode and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.options import Options
+from fx_fuser.passes import masks
+from fx_fuser.passes.by_hand.rewrite import Rewritten, rewrite
+
+Attend = Callable[..., Any]
+B, H, L, D = 2, 3, 12, 8
+ON_CPU = Options(cpu_ops=True, strict=True)
+
+
+@dataclass
+class Seen:
+    """All graphs of one function, and what became of their attentions."""
+
+    graphs: list[Graph] = field(default_factory=list)
+    found: list[Rewritten] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[Node]:
+        """Of torch's fused attention."""
+        nodes = (node for graph in self.graphs for node in graph.nodes)
+        return [node for node in nodes if node.target is F.scaled_dot_product_attention]
+
+    @property
+    def softmaxes(self) -> list[Node]:
+        nodes = (node for graph in self.graphs for node in graph.nodes)
+        return [node for node in nodes if "softmax" in str(node.target)]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why attentions stay, or why a softmax is none."""
+        of_hand = (one for found in self.found for one in found.by_hand if not one.is_edit)
+        return [one.stays or getattr(one.found, "reason", "") for one in of_hand]
+
+
+def qkv(*shape: int, keys: tuple[int, ...] = (), trains: bool = False) -> list[Tensor]:
+    shape = shape or (B, H, L, D)
+    torch.manual_seed(0)
+    return [torch.randn(s, requires_grad=trains) for s in (shape, keys or shape, keys or shape)]
+
+
+def edited(module: GraphModule, options: Options = ON_CPU) -> tuple[Graph, Rewritten]:
+    """The module's graph, in which attentions are rewritten as the backend does it."""
+    known = [meta_tensor(n) for n in module.graph.nodes if meta_tensor(n) is not None]
+    guards = known[0].fake_mode.shape_env.guards  # type: ignore[union-attr]
+    before = len(guards)
+    reader = masks.Reader()
+    reader.simplify(module, module.graph, options.cpu_ops)
+    found = rewrite(module.graph, reader.scope(module, module.graph), options)
+    assert len(guards) == before  # one on a size would compile anew for another
+    module.graph.lint()
+    module.recompile()
+    return module.graph, found
+
+
+def run(
+    attend: Attend, *inputs: Any, options: Options = ON_CPU, **compile: Any
+) -> tuple[Seen, Any]:
+    """What becomes of its graphs, and what these return then."""
+    seen = Seen()
+
+    def backend(module: GraphModule, _: Sequence[Any]) -> Any:
+        graph, found = edited(module, options)
+        seen.graphs.append(graph)
+        seen.found.append(found)
+        return module.forward
+
+    torch._dynamo.reset()
+    return seen, torch.compile(attend, backend=backend, **compile)(*inputs)
+
+
+def check(attend: Attend, inputs: Sequence[Any], **compile: Any) -> Seen:
+    """Results have eager's dtypes, strides and NaN, and with gradients they are within the contract
+    of docs/accuracy.md: at most 1.5 times as far from float64's as eager's, or 4e-7."""
+    seen, made = run(attend, *inputs, **compile)
+    mine = _with_gradients(made, inputs)
+    theirs = _with_gradients(attend(*inputs), inputs)
+    wide = [_wide(value) for value in inputs]
+    exact = _with_gradients(attend(*wide), wide)
+    results = len(_results(made))
+    for i, (a, b, c) in enumerate(zip(mine, theirs, exact, strict=True)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert i >= results or a.stride() == b.stride()
+        assert torch.equal(a.isnan(), b.isnan())
+        error, own = (float((x.double() - c).nan_to_num().norm()) for x in (a, b))
+        assert error <= max(1.5 * own, 4e-7 * float(c.double().nan_to_num().norm()))
+    return seen
+
+
+def _wide(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().double().requires_grad_(value.requires_grad)
+
+
+def _results(made: Any) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else [*made]
+
+
+def _with_gradients(made: Any, inputs: Sequence[Any]) -> list[Tensor]:
+    results = _results(made)
+    trained = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    roots = [y for y in results if y.requires_grad]
+    if not trained or not roots:
+        return results
+    torch.manual_seed(1)
+    gradients = [torch.randn(y.shape).to(y.dtype) for y in roots]
+    grads = torch.autograd.grad(roots, trained, gradients, materialize_grads=True)
+    return [y.detach() for y in results] + list(grads)
