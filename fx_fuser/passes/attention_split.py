@@ -159,7 +159,7 @@ def why_left(operands: Sequence[Any], trains: bool, on_cpu: bool) -> str:
     """
     forms = _forms(dict(zip(_TENSORS[FORWARD], operands)), "cpu" if on_cpu else "cuda")
     if forms is None:
-        return "its operands are not all of fp32 and in a GPU's memory"
+        return "its operands are not all of fp32, on one GPU and of one size in every call"
     sizes = [form.size for form in forms.values()]
     spec = attention.spec_for(sizes[0][-1])
     if not _fit(forms) or spec is None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fx_fuser.graph.prepare.bodies import bodies
 from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.options import Options
 from fx_fuser.passes import masks
@@ -24,10 +25,11 @@ ON_CPU = Options(cpu_ops=True, strict=True)
 
 @dataclass
 class Seen:
-    """All graphs of one function, and what became of their attentions."""
+    """A graph with those of its regions, and what became of their attentions."""
 
     graphs: list[Graph] = field(default_factory=list)
     found: list[Rewritten] = field(default_factory=list)
+    is_as_written: bool = True
 
     @property
     def calls(self) -> list[Node]:
@@ -53,34 +55,36 @@ def qkv(*shape: int, keys: tuple[int, ...] = (), trains: bool = False) -> list[T
     return [torch.randn(s, requires_grad=trains) for s in (shape, keys or shape, keys or shape)]
 
 
-def edited(module: GraphModule, options: Options = ON_CPU) -> tuple[Graph, Rewritten]:
-    """The module's graph, in which attentions are rewritten as the backend does it."""
+def rewritten(module: GraphModule, options: Options = ON_CPU) -> Seen:
+    """The module's graphs, in which attentions are rewritten as the backend does it."""
     known = [meta_tensor(n) for n in module.graph.nodes if meta_tensor(n) is not None]
     guards = known[0].fake_mode.shape_env.guards  # type: ignore[union-attr]
-    before = len(guards)
-    reader = masks.Reader()
-    reader.simplify(module, module.graph, options.cpu_ops)
-    found = rewrite(module.graph, reader.scope(module, module.graph), options)
+    before, reader, seen = len(guards), masks.Reader(), Seen()
+    for one in bodies(module):
+        written = str(one.graph)
+        reader.simplify(one, one.graph, options.cpu_ops)
+        seen.found.append(rewrite(one.graph, reader.scope(one, one.graph), options))
+        seen.graphs.append(one.graph)
+        seen.is_as_written &= str(one.graph) == written
+        one.graph.lint()
+        one.recompile()
     assert len(guards) == before  # one on a size would compile anew for another
-    module.graph.lint()
-    module.recompile()
-    return module.graph, found
+    return seen
 
 
 def run(
     attend: Attend, *inputs: Any, options: Options = ON_CPU, **compile: Any
 ) -> tuple[Seen, Any]:
-    """What becomes of its graphs, and what these return then."""
-    seen = Seen()
+    """What becomes of its first graph, and what it returns then."""
+    graphs: list[Seen] = []
 
     def backend(module: GraphModule, _: Sequence[Any]) -> Any:
-        graph, found = edited(module, options)
-        seen.graphs.append(graph)
-        seen.found.append(found)
+        graphs.append(rewritten(module, options))
         return module.forward
 
     torch._dynamo.reset()
-    return seen, torch.compile(attend, backend=backend, **compile)(*inputs)
+    made = torch.compile(attend, backend=backend, **compile)(*inputs)
+    return graphs[0], made
 
 
 def check(attend: Attend, inputs: Sequence[Any], **compile: Any) -> Seen:

@@ -221,6 +221,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Inputs, bool]] = {  # and is it causa
     "heads of keys expanded": (grouped, of(B, 4, L, D, keys=(B, 2, L, D)), False),
     "heads of keys repeated": (interleaved, of(B, 4, L, D, keys=(B, 2, L, D)), True),
     "one head of keys": (one_head, of(keys=(B, 1, L, D)), False),
+    "one sample of keys": (scaled, of(keys=(1, H, L, D)), False),
     "values first": (values_first, of(), False),
     "five dimensions": (windows, of(B, 2, H, L, D), False),
     "three dimensions": (windows, of(B, L, D), False),
@@ -232,6 +233,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Inputs, bool]] = {  # and is it causa
     "rows with gaps": (scaled, lambda trains: rows_first(trains, 4), False),
     "result used twice": (used_twice, of(), False),
     "keys written before": (written_before, of(), False),
+    "within a checkpoint": (within_a_checkpoint, of(), True),
 }
 
 
@@ -296,6 +298,7 @@ def test_strides_that_show_are_restored() -> None:
     assert not seen.graphs[0].find_nodes(op="call_method", target="contiguous")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(0,), (0, 1)])
 def test_dynamic_sizes(dims: tuple[int, ...]) -> None:
     """Of [B, L, H * D]: the batch alone, or the length too."""
@@ -358,10 +361,11 @@ MASKS: dict[str, Callable[[], Tensor] | None] = {
     "causal, of bool": lambda: ~lower(),
     "all shown": lambda: upper(0.0),
 }
+OTHER_MASKS: dict[str, Callable[[], Tensor]] = {"window": lambda: upper().tril(3)}
 
 
 def multi_head(kind: str, weights_read: bool = False, **given: Any) -> Callable[..., Any]:
-    make = MASKS[kind]
+    make = {**MASKS, **OTHER_MASKS}[kind]
 
     def attend(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Any:
         mask = None if make is None else make()

@@ -88,11 +88,12 @@ def _check_dtypes(site: AttentionSite) -> None:
 
 def _factor(step: Step) -> float:
     numbers = [a for a in step.args if isinstance(a, float)]
-    is_quotient = step.op == "div"
-    if len(step.args) != 2 or len(numbers) != 1 or (is_quotient and step.args[0] is not SCORE):
+    if len(step.args) != 2 or len(numbers) != 1:
         raise Stays(f"{step.op} of its scores takes no number")
     (number,) = numbers
-    return number if not is_quotient else math.inf if number == 0 else 1 / number
+    if step.op == "mul":
+        return number
+    return 1 / number if number else math.inf
 
 
 def _kind(site: AttentionSite, step: Step, prove: Prove) -> str:
@@ -125,7 +126,8 @@ def _check_fill(fill: object, prove: Prove) -> None:
     if not isinstance(fill, Operand):
         raise Stays(f"its hidden keys have a score of {fill:.4g}")
     try:
-        prove(fill.node, (0, 0), _is_least)
-    except Stays as stays:
-        reason = f"its hidden keys have a score of {called(fill.node)}, which is not known"
-        raise Stays(reason) from stays
+        is_least = prove(fill.node, (1, 1), _is_least) == "open"
+    except Stays:
+        is_least = False
+    if not is_least:
+        raise Stays(f"its hidden keys have a score of {called(fill.node)}, not known as the least")
