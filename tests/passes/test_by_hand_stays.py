@@ -317,6 +317,11 @@ def other_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
 
 
+def shared_across() -> list[Tensor]:
+    """A head of keys is for two of queries, one of values for two others."""
+    return [torch.randn(B, H, *groups, L, D) for groups in ((2, 2), (1, 2), (2, 1))]
+
+
 SIZES = "no kernel takes sizes of"
 LAYOUT = "does not lie in rows of whole vectors"
 KINDS: dict[str, tuple[Attend, Sequence[Any], str]] = {
@@ -330,6 +335,8 @@ KINDS: dict[str, tuple[Attend, Sequence[Any], str]] = {
     "rows apart by no vector": (plain, rows_first(False, 1), LAYOUT),
     "elements that are not adjacent": (plain, last_apart(), LAYOUT),
     "one sample of queries for all": (plain, [qkv(1, H, L, D)[0], *qkv()[1:]], "repeated"),
+    "heads shared across": (plain, shared_across(), "not for neighbouring heads"),
+    "more heads than a grid has": (plain, qkv(2, 2**16, 2, 8), "more than torch's kernel takes"),
     "heads that come in turns": (other_heads, qkv(B, 4, L, D, keys=(B, 2, L, D)), "takes a copy"),
 }
 
@@ -345,8 +352,15 @@ def test_autocast() -> None:
         stays(plain, qkv(), "is of torch.bfloat16")
 
 
+def test_heads_whose_number_is_dynamic() -> None:
+    stays(plain, qkv(), "how many heads it has is dynamic", dynamic=True)
+
+
 def test_heads_of_a_dynamic_size() -> None:
-    stays(plain, qkv(), "of one size in every call", dynamic=True)
+    inputs = qkv()
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 3)
+    stays(plain, inputs, "of one size in every call")
 
 
 def test_a_mask_of_a_dynamic_length() -> None:
@@ -377,7 +391,9 @@ def test_multi_head_attention(name: str) -> None:
     assert why in mask.reason and mask.done == "formula" and seen.is_as_written
 
 
-@pytest.mark.parametrize("given", [{"weights_read": True}, {"need_weights": False}], ids=str)
-def test_multi_head_attention_that_is_not_looked_at(given: dict[str, bool]) -> None:
-    seen, _ = run(multi_head("causal", **given), *of_multi_head())
+@pytest.mark.parametrize("weights_read", [True, False])
+def test_multi_head_attention_that_is_not_looked_at(weights_read: bool) -> None:
+    """Its weights are read, or it makes none."""
+    attend = multi_head("causal", weights_read, need_weights=weights_read)
+    seen, _ = run(attend, *of_multi_head())
     assert not seen.found[0].of_torch and seen.is_as_written

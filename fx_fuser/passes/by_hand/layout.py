@@ -21,6 +21,8 @@ from fx_fuser.graph.read.nodes import storages
 from fx_fuser.graph.read.view import Region
 from fx_fuser.passes.masks import Stays
 
+_MOST_HEADS = 2**16 - 1  # the second dimension of a grid
+
 
 @dataclass
 class Calls:
@@ -77,7 +79,13 @@ class Layout:
         shared = [axis for axis in site.batch if is_shared(axis)]
         rest = [axis for axis in site.batch if axis not in shared]
         at = max(len(shared) - 1, min(1, len(shared)))
-        return cls(site, (*shared[:at],), (*shared[at:], *rest))
+        heads = (*shared[at:], *rest)
+        count = math.prod(site.sizes[axis] for axis in heads)
+        if not isinstance(count, int):
+            raise Stays("how many heads it has is dynamic")
+        if count > _MOST_HEADS:
+            raise Stays(f"it has {count} heads, more than torch's kernel takes")
+        return cls(site, (*shared[:at],), heads)
 
     def query(self, calls: Calls) -> Node:
         first, whole = self._of_four(calls, self.site.q, (self.site.rows, self.site.inner))
@@ -108,8 +116,6 @@ class Layout:
             return node, _expanded(calls, node, whole)
         if parts[1] != self.heads[: len(parts[1])]:
             raise Stays("its heads of keys are not for neighbouring heads of queries")
-        if not isinstance(count, int) or not isinstance(whole[1], int):
-            raise Stays("how many heads it has is dynamic")
         each = calls.method("unsqueeze", node, 2)
         each = calls.method("expand", each, -1, -1, whole[1] // count, -1, -1)
         return node, calls.method("flatten", each, 1, 2)

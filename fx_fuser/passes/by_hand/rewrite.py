@@ -165,10 +165,8 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
 
 def _check_whole(site: AttentionSite) -> None:
     """Raises Stays where an attention before it in the graph has taken a part of it."""
-    inside = {*site.nodes, *site.views}
-    known = [*inside, *(operand.node for operand in site.operands)]
-    read = {reader for node in inside - {site.result.node} for reader in node.users}
-    if any(node._erased for node in known) or not read <= inside:
+    known = (*site.nodes, *site.views, *(operand.node for operand in site.operands))
+    if any(node._erased for node in known):
         raise Stays("a part of it is of another attention")
 
 
