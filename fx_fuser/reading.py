@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.attention.find import find as find_attentions
 from fx_fuser.graph.match.grow import Grown, alone, auto_pattern, grow, reach
 from fx_fuser.graph.match.match import find
 from fx_fuser.graph.match.near_misses import near_miss
@@ -25,7 +24,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.ops import checks
 from fx_fuser.options import Options
 from fx_fuser.passes import provenance
-from fx_fuser.passes.by_hand.rewrite import ByHand
+from fx_fuser.passes.by_hand.rewrite import ByHand, attentions
 from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
@@ -201,14 +200,7 @@ def _failure_at(
 
 def attentions_by_hand(graph: Graph, strict: bool) -> list[ByHand]:
     """The attentions of a graph but for calls of torch's own, before the graph is prepared."""
-    try:
-        found = find_attentions(View(graph))
-    except Exception:  # it only explains, and no fusion may be lost to that
-        if strict:
-            raise
-        log.info("no attention is looked for", exc_info=True)
-        return []
-    return [ByHand(one) for one in found if one.is_by_hand]
+    return [ByHand(one) for one in attentions(View(graph), strict) if one.is_by_hand]
 
 
 def add_what_is_left(read: Reading, active: Sequence[Pattern], options: Options) -> None:

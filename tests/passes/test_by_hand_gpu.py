@@ -176,7 +176,7 @@ def test_what_is_timed_is_the_same_work(trains: bool) -> None:
     forms = dict(zip(("query", "key", "value"), map(form_of_value, (q, k, v))))
     race = Race(forms, 1.0, False, trains)  # type: ignore[arg-type]
     *by_hand, fused = ([*candidate()] for candidate in race.candidates(True))  # type: ignore[call-overload]
-    assert len(by_hand) == 2
+    assert len(by_hand) == 4
     for one in by_hand:
         values = [t.unflatten(0, (2, 4)) for t in one]
         torch.testing.assert_close(values, [fused[0], *fused[2:]], rtol=1e-4, atol=1e-4)

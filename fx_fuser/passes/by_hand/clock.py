@@ -1,14 +1,15 @@
 """May attention be torch's fused one, and is it faster by fp16 halves than as it is written?
 
-As it is written it is two gemms, by the library or by the split kernel, and a softmax between them.
-Scale and mask are not timed: Inductor fuses them with the softmax. In training the backward counts,
-too. `passes.attention_split` then chooses between our kernel and torch's fused one, which it keeps
-only where that is faster than ours or nearly so: either is faster than what was written.
+As it is written it is two gemms, each by the library or by the split kernel, and a softmax between
+them. Scale and mask are not timed: Inductor fuses them with the softmax. In training the backward
+counts, too. `passes.attention_split` then chooses between our kernel and torch's fused one, which
+it keeps only where that is faster than ours or nearly so: either is faster than what was written.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Race:
         return f"{min(by_hand):.3g} ms as it is written, {fused:.3g} fused"
 
     def candidates(self, by_split: bool) -> list[Candidate]:
-        """By the library's gemms, by split gemms if there are such, fused."""
+        """By the library's gemms and, if there are such, by split ones, in all mixtures; fused."""
         query = self.forms["query"]
         generator = torch.Generator(query.device).manual_seed(0)
         q, k, v = (form.random(generator) for form in self.forms.values())
@@ -93,10 +94,14 @@ class Race:
         times = query.size[1] // k.shape[1]
         keys, values = (t.repeat_interleave(times, 1).flatten(0, 1) for t in (k, v))
         by_hand = q.flatten(0, 1), keys, values, None if d_out is None else d_out.flatten(0, 1)
-        runs = [functools.partial(_by_hand, torch.matmul, *by_hand)]
+        gemms: list[_Gemm] = [torch.matmul]
         if by_split:
             reset_fallback([SPLIT_GEMM], query.device)
-            runs.append(functools.partial(_by_hand, _by_halves, *by_hand))
+            gemms.append(_by_halves)
+        runs = [
+            functools.partial(_by_hand, square, long, *by_hand)
+            for square, long in itertools.product(gemms, repeat=2)
+        ]
         return [*map(Candidate, (*runs, functools.partial(self._fused, q, k, v, d_out)))]
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None) -> Sequence[Tensor]:
@@ -111,18 +116,21 @@ class Race:
         return [*made, *run.MANY(*run.arguments(BACKWARD, given))]
 
 
+_Gemm = Callable[[Tensor, Tensor], Tensor]
+
+
 def _by_halves(left: Tensor, right: Tensor) -> Tensor:
     return split_gemm(left, right.mT)
 
 
 def _by_hand(
-    gemm: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None
+    square: _Gemm, long: _Gemm, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None
 ) -> Sequence[Tensor]:
-    """[batch · heads, rows, elements]"""
-    weights = gemm(q, k.mT).softmax(-1)
-    out = gemm(weights, v)
+    """Of [batch · heads, rows, elements]. square: makes [queries, keys]; long: sums over either."""
+    weights = square(q, k.mT).softmax(-1)
+    out = long(weights, v)
     if d_out is None:
         return (out,)
-    d_weights = gemm(d_out, v.mT)
+    d_weights = square(d_out, v.mT)
     d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-    return out, gemm(d_scores, k), gemm(d_scores.mT, q), gemm(weights.mT, d_out)
+    return out, long(d_scores, k), long(d_scores.mT, q), long(weights.mT, d_out)

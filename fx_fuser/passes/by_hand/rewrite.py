@@ -64,6 +64,17 @@ def is_asked(options: Options, inputs: Sequence[Any]) -> bool:
     return asked and products.kernels_for(options, inputs) is not None
 
 
+def attentions(view: View, strict: bool) -> list[AttentionSite | Refused]:
+    """Those of a graph; none, unless strict, where looking for them fails."""
+    try:
+        return find(view)
+    except Exception:
+        if strict:
+            raise
+        log.info("no attention is looked for", exc_info=True)
+        return []
+
+
 def rewrite(graph: Graph, scope: Scope, options: Options) -> Rewritten:
     """Rewrite the attentions of a graph that gain: those on CUDA, or with "cpu_ops" those on a CPU,
     which are not timed.
@@ -71,7 +82,7 @@ def rewrite(graph: Graph, scope: Scope, options: Options) -> Rewritten:
     scope: the nodes of the graph, behind its caller's.
     """
     view, known, made = View(graph), Proofs(), Rewritten()
-    for one in find(view):
+    for one in attentions(view, options.strict):
         why, edit = _edit_of(view, one, options)
         if edit is None:
             made.by_hand += [ByHand(one)] if one.is_by_hand else []
