@@ -91,14 +91,14 @@ def check(attend: Attend, inputs: Sequence[Any], **compile: Any) -> Seen:
     """Results have eager's dtypes, strides and NaN, and with gradients they are within the contract
     of docs/accuracy.md: at most 1.5 times as far from float64's as eager's, or 4e-7."""
     seen, made = run(attend, *inputs, **compile)
-    mine = _with_gradients(made, inputs)
-    theirs = _with_gradients(attend(*inputs), inputs)
+    mine = with_gradients(made, inputs)
+    theirs = with_gradients(attend(*inputs), inputs)
     wide = [_wide(value) for value in inputs]
-    exact = _with_gradients(attend(*wide), wide)
-    results = len(_results(made))
+    exact = with_gradients(attend(*wide), wide)
+    count = len(results(made))
     for i, (a, b, c) in enumerate(zip(mine, theirs, exact, strict=True)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert i >= results or a.stride() == b.stride()
+        assert i >= count or a.stride() == b.stride()
         assert torch.equal(a.isnan(), b.isnan())
         error, own = (float((x.double() - c).nan_to_num().norm()) for x in (a, b))
         assert error <= max(1.5 * own, 4e-7 * float(c.double().nan_to_num().norm()))
@@ -111,17 +111,17 @@ def _wide(value: Any) -> Any:
     return value.detach().double().requires_grad_(value.requires_grad)
 
 
-def _results(made: Any) -> list[Tensor]:
+def results(made: Any) -> list[Tensor]:
     return [made] if isinstance(made, Tensor) else [*made]
 
 
-def _with_gradients(made: Any, inputs: Sequence[Any]) -> list[Tensor]:
-    results = _results(made)
+def with_gradients(made: Any, inputs: Sequence[Any]) -> list[Tensor]:
+    found = results(made)
     trained = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    roots = [y for y in results if y.requires_grad]
+    roots = [y for y in found if y.requires_grad]
     if not trained or not roots:
-        return results
+        return found
     torch.manual_seed(1)
     gradients = [torch.randn(y.shape).to(y.dtype) for y in roots]
     grads = torch.autograd.grad(roots, trained, gradients, materialize_grads=True)
-    return [y.detach() for y in results] + list(grads)
+    return [y.detach() for y in found] + list(grads)

@@ -286,6 +286,10 @@ def test_what_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained(Net(), strict=False).endswith("RuntimeError: our own fault")
     with pytest.raises(RuntimeError, match="our own fault"):
         explained(Net())
+    monkeypatch.setattr(rewrite, "find", fail)
+    assert explained(Net(), strict=False) == ""
+    with pytest.raises(RuntimeError, match="our own fault"):
+        explained(Net())
 
 
 def test_the_line_of_the_log() -> None:
