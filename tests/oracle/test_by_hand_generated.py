@@ -17,8 +17,9 @@ from fx_fuser.passes import attention_split
 
 FIRST = int(os.environ.get("FX_FUSER_FUZZ_SEED", 100_000))
 LOWEST = torch.finfo(torch.float32).min
-# A bit of each of a few terms. A gradient may be what is left of larger ones.
-NEAR, OF_LARGEST = 2e-6, 5e-7
+# A bit of each of a few terms; of a gradient that is what is left of larger ones, of these: where
+# there is one key, eager's is 0.
+NEAR = 2e-6
 
 
 class Writer(attentions.Writer):
@@ -98,10 +99,12 @@ def attempt(seed: int) -> Seen | None:
     largest = max(float(t.nan_to_num().norm()) for t in theirs)
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert i >= len(results(made)) or steps(a) == steps(b)
+        is_result = i < len(results(made))
+        assert not is_result or steps(a) == steps(b)
         assert torch.equal(a.isnan(), b.isnan())
         a, b = a.nan_to_num(), b.nan_to_num()
-        assert (a - b).norm() <= NEAR * b.norm() + OF_LARGEST * largest, program.text
+        norm = float(b.norm()) if is_result else largest
+        assert float((a - b).norm()) <= NEAR * norm, program.text
     return seen
 
 
