@@ -29,6 +29,7 @@ from fx_fuser.ops import calls, head_kept
 from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced
 from fx_fuser.passes import contractions, folding, head_loss, masks, padding, provenance
+from fx_fuser.passes.by_hand import rewrite as by_hand
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.planning.layout import FORCED
@@ -206,18 +207,23 @@ def _search(
     subclasses.mark(gm, inputs)
     reader = masks.Reader()
     searched: list[_Searched] = []
+    is_rewritten = by_hand.is_asked(options, inputs)
     is_cast = any("_enter_autocast" in op_of(n) for m in bodies(gm) for n in m.graph.nodes)
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
         hidden = is_cast and module is not gm  # the autocast that a body is called under
+        if is_rewritten and not hidden:
+            of_graph = by_hand.rewrite(graph, reader.scope(module, graph), options)
+            attentions, attended = of_graph.by_hand, [*attended, *of_graph.of_torch]
+        else:
+            attentions = attentions_by_hand(graph, options.strict) if active and is_told else []
         sums = contractions.contract(graph, options) if options.contracts and not hidden else []
         is_body = module is not gm
         heads = head_loss.fuse_heads(graph, options, is_body) if options.takes_heads else []
-        by_hand = attentions_by_hand(graph, options.strict) if active and is_told else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
-        read.masks, read.contractions, read.attentions = attended, sums, by_hand
+        read.masks, read.contractions, read.attentions = attended, sums, attentions
         read.heads = heads
         if active and is_told:
             add_what_is_left(read, active, options)

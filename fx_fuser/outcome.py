@@ -21,6 +21,8 @@ from fx_fuser.graph.read.naming import at
 from fx_fuser.kernels import KERNELS
 from fx_fuser.options import Options
 from fx_fuser.passes import attention_split, contractions, head_loss, padding, products
+from fx_fuser.passes.by_hand import rewrite as by_hand
+from fx_fuser.passes.by_hand.rewrite import ByHand
 from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
@@ -52,6 +54,7 @@ class Outcome:
     """What `backend.fuse` did. matches: those rewritten. left: those that gain nothing. wrong:
     those that are wrong on these inputs. failed: those at which fx_fuser failed. masks: those
     removed. contractions: sums of products that are gemms now. heads: those fused with their loss.
+    attentions: those written by hand that are torch's fused one now.
     is_edited: does Inductor get another graph even where nothing is fused? sites: how many there
     are, with those that a pattern or fx_fuser cannot take, as far as the report lists these.
     is_known: False where Inductor's cache had the graph, so that nothing was looked for. folds: is
@@ -66,6 +69,7 @@ class Outcome:
     masks: list[Mask] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     heads: list[HeadLoss] = field(default_factory=list)
+    attentions: list[ByHand] = field(default_factory=list)
     is_edited: bool = False
     sites: int = 0
     is_known: bool = True
@@ -95,6 +99,7 @@ class Outcome:
         self.heads += [head for head in read.heads if head.is_edit]
         for attention in read.attentions:
             report.add_attention(attention)
+        self.attentions += [attention for attention in read.attentions if attention.is_edit]
         self.is_edited |= read.is_edited
         self.sites += _count_of_sites(read)
         for site in sites:
@@ -122,6 +127,8 @@ class Outcome:
             counters["fx_fuser_masks"][mask.done] += 1
         for contraction in self.contractions:
             counters[contractions.COUNTER][contraction.equation] += 1
+        if self.attentions:
+            counters[by_hand.COUNTER]["attention"] += len(self.attentions)
         if self.heads:
             counters[head_loss.COUNTER]["cross_entropy"] += len(self.heads)
 
@@ -167,6 +174,7 @@ class Outcome:
             "contraction": len(self.contractions),
             "mask": len(self.masks),
             "head": len(self.heads),
+            "hand-written attention": len(self.attentions),
         }
         counts = {**replaced, **edits}
         return ", ".join([said, *(_counted(n, what) for what, n in counts.items() if n)])

@@ -14,8 +14,6 @@ from torch.fx import Graph, Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.attention.find import find as find_attentions
-from fx_fuser.graph.attention.site import AttentionSite, Refused
 from fx_fuser.graph.match.grow import Grown, alone, auto_pattern, grow, reach
 from fx_fuser.graph.match.match import find
 from fx_fuser.graph.match.near_misses import near_miss
@@ -26,6 +24,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.ops import checks
 from fx_fuser.options import Options
 from fx_fuser.passes import provenance
+from fx_fuser.passes.by_hand.rewrite import ByHand, attentions
 from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
@@ -50,14 +49,15 @@ class Reading:
     products: list[Node] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
-    attentions: list[AttentionSite | Refused] = field(default_factory=list)
+    attentions: list[ByHand] = field(default_factory=list)
     heads: list[HeadLoss] = field(default_factory=list)
 
     @property
     def is_edited(self) -> bool:
         """Is the graph another one even where nothing is fused?"""
         is_head = any(head.is_edit for head in self.heads)
-        return is_head or bool(self.contractions) or any(mask.is_edit for mask in self.masks)
+        is_attention = any(one.is_edit for found in (self.masks, self.attentions) for one in found)
+        return is_head or is_attention or bool(self.contractions)
 
 
 def _fault_of(match: Match, taken: set[Node]) -> Fault | None:
@@ -198,16 +198,9 @@ def _failure_at(
     return Refusal(pattern, site, node, f"{type(error).__name__}: {error}", failed=True)
 
 
-def attentions_by_hand(graph: Graph, strict: bool) -> list[AttentionSite | Refused]:
+def attentions_by_hand(graph: Graph, strict: bool) -> list[ByHand]:
     """The attentions of a graph but for calls of torch's own, before the graph is prepared."""
-    try:
-        found = find_attentions(View(graph))
-    except Exception:  # it only explains, and no fusion may be lost to that
-        if strict:
-            raise
-        log.info("no attention is looked for", exc_info=True)
-        return []
-    return [one for one in found if one.is_by_hand]
+    return [ByHand(one) for one in attentions(View(graph), strict) if one.is_by_hand]
 
 
 def add_what_is_left(read: Reading, active: Sequence[Pattern], options: Options) -> None:

@@ -11,9 +11,10 @@ from typing import TypedDict
 from torch._dynamo.utils import counters
 
 from fx_fuser.passes import attention_split, contractions, head_loss, padding, products
+from fx_fuser.passes.by_hand import rewrite as by_hand
 
 # Of `Sites`.
-CHANGED = ("fused", "masks", "products", "attention", "padded", "contractions", "heads")
+CHANGED = ("fused", "masks", "by_hand", "products", "attention", "padded", "contractions", "heads")
 _MOST_OF_WARNING = 400  # letters
 
 
@@ -23,6 +24,7 @@ class Sites(TypedDict, total=False):
     fused: dict[str, int]
     left: dict[str, int]  # to the inner compiler
     masks: dict[str, int]  # taken away
+    by_hand: dict[str, int]  # attentions written by hand that are torch's fused one now
     products: dict[str, int]  # gemms replaced in Inductor's graphs
     attention: dict[str, int]  # of fp32, replaced there
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
@@ -38,6 +40,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "fused": "fx_fuser",
         "left": "fx_fuser_left",
         "masks": "fx_fuser_masks",
+        "by_hand": by_hand.COUNTER,
         "products": products.COUNTERS,
         "attention": attention_split.COUNTERS,
         "padded": padding.COUNTERS,

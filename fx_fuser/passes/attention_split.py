@@ -148,6 +148,32 @@ def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
     return 4 * math.prod(queries) * keys / limits.of(device).fp32 < 10e-6
 
 
+def why_left(operands: Sequence[Any], on_cpu: bool) -> str:
+    """Why the pass would leave torch's attention of these fake tensors alone, the clock apart;
+    empty if it would not.
+
+    operands: query, key and value. A head of keys and values may be for several of queries.
+    """
+    forms = _forms(dict(zip(_TENSORS[FORWARD], operands)), "cpu" if on_cpu else "cuda")
+    if forms is None:
+        return "its operands are not all of fp32, on one GPU and of one size in every call"
+    sizes = [form.size for form in forms.values()]
+    spec = attention.spec_for(sizes[0][-1])
+    if not _fit(forms) or spec is None:
+        return f"no kernel takes sizes of {', '.join(map(str, sizes))}"
+    for name, form in forms.items():
+        if not _is_aligned(form):
+            return f"its {name} does not lie in rows of whole vectors of 16 bytes"
+    if on_cpu:
+        return ""
+    device = forms["query"].device
+    if not load.runs_on(spec, device):
+        return "this GPU has no kernel for it"
+    if _is_small(sizes[0], sizes[1][2], device):
+        return "it is small: as many operations take some 10 us at most"
+    return ""
+
+
 # ---- one attention -----------------------------------------------------------------------------
 
 
@@ -178,7 +204,7 @@ class Site:
         if items is None or not _is_plain(given, drops) or not _makes(items, given):
             return None
         tensors = {name: given[name] for name in _TENSORS[function]}
-        forms = _forms(tensors, "cpu" if on_cpu else "cuda")
+        forms = _forms(_values(tensors), "cpu" if on_cpu else "cuda")
         if forms is None or not _fit(forms):
             return None
         dropout = float(given["dropout_p"])
@@ -187,7 +213,7 @@ class Site:
         if one_head:
             forms.update((name, _first_head(forms[name])) for name in _OF_KEYS)
         elif repeated := _before_repeats([tensors[name] for name in _OF_KEYS], node):
-            sources = _forms(dict(zip(_OF_KEYS, repeated)), forms["query"].device.type)
+            sources = _forms(_values(dict(zip(_OF_KEYS, repeated))), forms["query"].device.type)
             if sources is None:
                 return None
             forms.update(sources)
@@ -361,26 +387,33 @@ def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:
     return given["compute_log_sumexp"] is True or _LSE not in items
 
 
-def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
+def _values(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: node.meta.get("val") if isinstance(node, Node) else None
+        for name, node in tensors.items()
+    }
+
+
+def _forms(values: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
     """Of fp32 tensors on one such device, at their sizes in this trace; None if they are not."""
-    values = [n.meta.get("val") if isinstance(n, Node) else None for n in tensors.values()]
-    for value in values:
+    for value in values.values():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
         if value.dtype != torch.float32 or value.device.type != device:
             return None
         if not isinstance(value.shape[-1], int) and value.ndim == 4:
             return None
-    forms = [bench_ops.form_of_value(value) for value in values]
-    if None in forms or len({value.device for value in values}) > 1:  # type: ignore[union-attr]
+    forms = {name: bench_ops.form_of_value(value) for name, value in values.items()}
+    if None in forms.values() or len({value.device for value in values.values()}) > 1:
         return None
-    return dict(zip(tensors, forms))  # type: ignore[arg-type]
+    return forms  # type: ignore[return-value]
 
 
 def _fit(forms: Mapping[str, TensorForm]) -> bool:
-    """Are these one attention's, with as many heads of keys as of queries and something in each?"""
+    """Are these one attention's, with something in each?  A head of keys may be for several of
+    queries."""
     q, k, v = (forms[name].size for name in _TENSORS[FORWARD])
-    if len(q) != 4 or k != v or (*k[:2], *k[3:]) != (*q[:2], q[3]) or 0 in (*q, *k):
+    if len(q) != 4 or k != v or (k[0], *k[3:]) != (q[0], q[3]) or 0 in (*q, *k) or q[1] % k[1]:
         return False
     if "out" not in forms:
         return True

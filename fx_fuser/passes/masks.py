@@ -14,7 +14,7 @@ mask reads none of the model's inputs, so it is the same in every call: it is ev
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,12 +83,16 @@ class Mask:
         return self.done not in ("", FORMULA)
 
 
-class _Stays(Exception):
-    """Why a mask is kept."""
+class Stays(Exception):
+    """Why a mask, or an attention as it is written, is kept."""
+
+
+# What a mask is made of and how it is seen → "causal" or "open", or the reason why it is neither.
+Proofs = dict[tuple[Any, ...], tuple[str, str]]
 
 
 @dataclass
-class _Scope:
+class Scope:
     """The nodes of a graph before one of them.
 
     writes: node that writes → what it writes to. If the graph is the body of a region that is
@@ -97,11 +101,11 @@ class _Scope:
 
     nodes: Sequence[Node]
     writes: Mapping[Node, Sequence[Node]]
-    outer: _Scope | None = None
+    outer: Scope | None = None
     given: Mapping[Node, Node] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: Graph, outer: _Scope | None, call: Node | None) -> _Scope:
+    def of(cls, graph: Graph, outer: Scope | None, call: Node | None) -> Scope:
         nodes = list(graph.nodes)
         writes = {node: written for node in nodes if (written := writes_of(node))}
         if outer is None or call is None:
@@ -111,7 +115,7 @@ class _Scope:
         given = {p: a for p, a in zip(inputs, arguments) if isinstance(a, Node)}
         return cls(nodes, writes, outer, given)
 
-    def before(self, at: int) -> _Scope:
+    def before(self, at: int) -> Scope:
         return replace(self, nodes=self.nodes[:at])
 
     def written(self) -> set[Any]:
@@ -128,7 +132,7 @@ class Reader:
     """For the graphs of one module; a region's graph comes after the graph that calls it."""
 
     def __init__(self) -> None:
-        self._calls: dict[GraphModule, list[tuple[_Scope, Node]]] = {}
+        self._calls: dict[GraphModule, list[tuple[Scope, Node]]] = {}
 
     def simplify(self, module: GraphModule, graph: Graph, on_cpu: bool = False) -> list[Mask]:
         """Remove masks that are proven causal or open from the attentions of a graph, in place, and
@@ -136,9 +140,8 @@ class Reader:
 
         graph: the module's, or a copy. on_cpu: give it that form on a CPU, too.
         """
-        calls = self._calls.get(module, [])
-        scope = _Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
-        known: dict[tuple[Any, ...], tuple[str, str]] = {}
+        scope = self.scope(module, graph)
+        known: Proofs = {}
         found: list[Mask] = []
         forms: attention.Forms = {}
         region = Region()
@@ -166,8 +169,13 @@ class Reader:
                 found.append(Mask(node, FORM if why else FORMULA, why or stays))
         return found
 
+    def scope(self, module: GraphModule, graph: Graph) -> Scope:
+        """All nodes of a graph as it is now, behind those that its caller has before the call."""
+        calls = self._calls.get(module, [])
+        return Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
 
-def _needs_formula(node: Node, scope: _Scope) -> bool:
+
+def _needs_formula(node: Node, scope: Scope) -> bool:
     """In training a kernel's backward reads the result. torch's formula lets a user write to it."""
     was = meta_tensor(node)
     if was is None or not was.requires_grad:
@@ -176,7 +184,7 @@ def _needs_formula(node: Node, scope: _Scope) -> bool:
     return not storages([node]).isdisjoint(storages(n for ns in sure for n in ns))
 
 
-def _known(scope: _Scope) -> Known:
+def _known(scope: Scope) -> Known:
     """What a graph tells of a node's numbers."""
 
     def value(node: Node) -> Tensor | None:
@@ -189,19 +197,13 @@ def _known(scope: _Scope) -> Known:
     return Known(functools.cache(value), scope.all_given(), frozenset(scope.written()))
 
 
-def _without_mask(
-    node: Node,
-    mask: Node,
-    scope: _Scope,
-    region: Region,
-    known: dict[tuple[Any, ...], tuple[str, str]],
-) -> Mask:
+def _without_mask(node: Node, mask: Node, scope: Scope, region: Region, known: Proofs) -> Mask:
     try:
-        kind, makers = _proven(node, mask, scope, known)
+        kind = proven(scope, known, mask, _length(node))
         _take_away(node, kind, region)
-    except _Stays as stays:
+    except Stays as stays:
         return Mask(node, reason=str(stays))
-    _erase(mask, makers)
+    erase_unread([mask])
     return Mask(node, kind)
 
 
@@ -212,18 +214,27 @@ def _mask_of(node: Node) -> Node | None:
     return mask if isinstance(mask, Node) and not causal else None
 
 
-def _proven(
-    node: Node, mask: Node, scope: _Scope, known: dict[tuple[Any, ...], tuple[str, str]]
-) -> tuple[str, list[Node]]:
-    """ "causal" or "open", and the nodes that make it; raises _Stays if it is not proven either."""
-    length, makers = _length(node), _makers([mask], scope)
-    key = (mask, length, *makers)
+def as_it_is(mask: Tensor) -> Tensor:
+    return mask
+
+
+def proven(
+    scope: Scope, known: Proofs, mask: Node, length: tuple[int, int],
+    seen: Callable[[Tensor], Tensor] = as_it_is,
+) -> str:  # fmt: skip
+    """ "causal" or "open"; raises Stays if it is not proven either.
+
+    seen: what an attention makes of the mask's value: of bool, the keys that it shows, or numbers
+    that it adds. It is hashable, and equal to what does the same.
+    """
+    makers = _makers([mask], scope)
+    key = (mask, length, seen, *makers)
     if key not in known:
-        known[key] = _what_it_is(mask, makers, scope, length)
+        known[key] = _what_it_is(mask, makers, scope, length, seen)
     kind, reason = known[key]
     if reason:
-        raise _Stays(reason)
-    return kind, makers
+        raise Stays(reason)
+    return kind
 
 
 def _length(node: Node) -> tuple[int, int]:
@@ -232,26 +243,27 @@ def _length(node: Node) -> tuple[int, int]:
     named = (node.kwargs.get(n) for n in ("query", "key", "value"))
     tensors += [meta_tensor(a) for a in named if isinstance(a, Node)]
     if len(tensors) != 3 or any(type(t) is not FakeTensor for t in tensors):
-        raise _Stays("its operands are no plain tensors")
+        raise Stays("its operands are no plain tensors")
     lengths = tuple(t.shape[-2] for t in tensors[:2])  # type: ignore[union-attr]
     if not all(isinstance(n, int) for n in lengths):
-        raise _Stays("its lengths are dynamic")
+        raise Stays("its lengths are dynamic")
     return lengths  # type: ignore[return-value]
 
 
 def _what_it_is(
-    mask: Node, makers: Sequence[Node], scope: _Scope, length: tuple[int, int]
-) -> tuple[str, str]:
+    mask: Node, makers: Sequence[Node], scope: Scope, length: tuple[int, int],
+    seen: Callable[[Tensor], Tensor],
+) -> tuple[str, str]:  # fmt: skip
     """("causal" or "open", ""), or ("", the reason why it is neither)."""
     try:
-        return _kind_of(_evaluated(mask, makers, scope.all_given()), length), ""
-    except _Stays as stays:
+        return _kind_of(seen(_evaluated(mask, makers, scope.all_given())), length), ""
+    except Stays as stays:
         return "", str(stays)
     except Exception as error:  # the user's program may raise anything
         return "", f"its mask cannot be made ahead: {type(error).__name__}: {error}"
 
 
-def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
+def _makers(masks: Sequence[Node], scope: Scope) -> list[Node]:
     """All nodes that make the masks or write to memory of such nodes, in order."""
     makers: set[Node] = set()
     todo = list(masks)
@@ -277,7 +289,7 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
         if like is None or like in makers or like.op in ("placeholder", "get_attr"):
             continue
         if makers.issuperset(like.users):
-            raise _Stays(f"its mask is of the kind of {called(like)}, which nothing else reads")
+            raise Stays(f"its mask is of the kind of {called(like)}, which nothing else reads")
     given = [scope.given[n] for n in makers if n in scope.given]
     outer = _makers(given, scope.outer) if given and scope.outer is not None else []
     return outer + [n for n in scope.nodes if n in makers]
@@ -295,21 +307,25 @@ def _values_read(node: Node) -> tuple[Node, ...]:
 
 
 def _check(node: Node) -> None:
-    """Raises _Stays if the node cannot be evaluated here."""
+    """Raises Stays if the node cannot be evaluated here."""
     if node.op in ("placeholder", "get_attr"):
-        raise _Stays(f"its mask depends on {called(node)}")
+        raise Stays(f"its mask depends on {called(node)}")
+    if not _is_run_ahead(node):
+        raise Stays(f"its mask is made by {statement(node)}, which is not run ahead")
+    value = node.meta.get("example_value")
+    if isinstance(value, Tensor):
+        if not all(isinstance(n, int) for n in value.shape):
+            raise Stays("its mask has dynamic sizes")
+        if _elements(value) > _LARGEST:
+            raise Stays(f"its mask is made of {_elements(value)} elements, too many to look at")
+
+
+def _is_run_ahead(node: Node) -> bool:
     is_call = node.op in ("call_function", "call_method")
     if node.op == "call_function":  # a function of the user's may have any name
         module = getattr(node.target, "__module__", None) or "builtins"
         is_call = module in _MODULES
-    if not is_call or name_of_call(node) not in _RUN_AHEAD:
-        raise _Stays(f"its mask is made by {statement(node)}, which is not run ahead")
-    value = node.meta.get("example_value")
-    if isinstance(value, Tensor):
-        if not all(isinstance(n, int) for n in value.shape):
-            raise _Stays("its mask has dynamic sizes")
-        if _elements(value) > _LARGEST:
-            raise _Stays(f"its mask is made of {_elements(value)} elements, too many to look at")
+    return is_call and name_of_call(node) in _RUN_AHEAD
 
 
 def _elements(value: Tensor) -> int:
@@ -354,7 +370,7 @@ def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -
 
 
 def _check_made(made: Any, node: Node) -> None:
-    """Raises _Stays if dtype, shape or strides are not those that were traced."""
+    """Raises Stays if dtype, shape or strides are not those that were traced."""
     traced = meta_tensor(node)
     if traced is None and not isinstance(made, Tensor):
         return
@@ -363,19 +379,19 @@ def _check_made(made: Any, node: Node) -> None:
         sizes = zip(made.shape, made.stride(), traced.stride())
         if same and all(size < 2 or mine == its for size, mine, its in sizes):
             return
-    raise _Stays(f"its mask is made by {statement(node)}, which ahead is not as it was traced")
+    raise Stays(f"its mask is made by {statement(node)}, which ahead is not as it was traced")
 
 
 def _one_like(node: Node) -> Tensor:
     """A tensor of this shape, dtype and device in the memory of one element."""
     kind = meta_tensor(node)
     if kind is None or not all(isinstance(n, int) for n in kind.shape):
-        raise _Stays("its mask has dynamic sizes")
+        raise Stays("its mask has dynamic sizes")
     return torch.zeros((), dtype=kind.dtype, device=kind.device).expand(kind.shape)
 
 
 def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
-    """ "causal" or "open"; raises _Stays if it is neither."""
+    """ "causal" or "open"; raises Stays if it is neither."""
     with torch.no_grad():
         while mask.dim() > 2 and mask.stride(0) == 0 and mask.shape[0] > 0:
             mask = mask[0]  # expanded: all are the same
@@ -386,19 +402,19 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
             # transformers writes the dtype's least number in place of -inf.
             hidden = mask <= torch.finfo(mask.dtype).min
             if not bool((seen | hidden).all()):
-                raise _Stays("its mask adds other values than zero and the least")
+                raise Stays("its mask adds other values than zero and the least")
         if bool(seen.all()):
             return "open"
         if length[0] != length[1]:  # kernels align the diagonal differently
-            raise _Stays(f"its mask is of {length[0]} queries and {length[1]} keys")
+            raise Stays(f"its mask is of {length[0]} queries and {length[1]} keys")
         causal = torch.ones(length, dtype=torch.bool, device=mask.device).tril()
         if not bool((seen == causal).all()):
-            raise _Stays("its mask is not causal")
+            raise Stays("its mask is not causal")
         return "causal"
 
 
 def _take_away(node: Node, kind: str, region: Region) -> None:
-    """Remove the mask; raises _Stays if that cannot be done without anybody seeing it."""
+    """Remove the mask; raises Stays if that cannot be done without anybody seeing it."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for (place, name), value in ((_MASK, None), (_CAUSAL, kind == "causal")):
         if len(args) > place:
@@ -407,29 +423,28 @@ def _take_away(node: Node, kind: str, region: Region) -> None:
             kwargs[name] = value
     was = meta_tensor(node)
     if type(was) is not FakeTensor:
-        raise _Stays("its result is no plain tensor")
+        raise Stays("its result is no plain tensor")
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
             fake: Any = torch.fx.map_arg((tuple(args), kwargs), lambda n: n.meta["example_value"])
             now = node.target(*fake[0], **fake[1])  # type: ignore[operator]
     except Exception as error:
-        raise _Stays(f"without its mask it fails: {type(error).__name__}: {error}") from error
+        raise Stays(f"without its mask it fails: {type(error).__name__}: {error}") from error
     if now.dtype != was.dtype:
-        raise _Stays(f"its result would have dtype {now.dtype}, not {was.dtype}")
+        raise Stays(f"its result would have dtype {now.dtype}, not {was.dtype}")
     if now.stride() != was.stride():
         try:
             strides.keep(node, now)
         except strides.StridesError as error:
-            raise _Stays(str(error)) from error
+            raise Stays(str(error)) from error
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _erase(mask: Node, makers: Sequence[Node]) -> None:
-    """Erase the mask and the nodes that only it used; what writes in place stays."""
-    todo = [mask]
+def erase_unread(nodes: Sequence[Node]) -> None:
+    """Erase these and what only they used; what writes in place, or may be random, stays."""
+    todo = [*nodes]
     while todo:
         node = todo.pop()
-        is_call = node.op in ("call_function", "call_method")
-        if node in makers and is_call and not (node._erased or node.users or writes_of(node)):
+        if _is_run_ahead(node) and not (node._erased or node.users or writes_of(node)):
             todo += node.all_input_nodes
             node.graph.erase_node(node)

@@ -78,12 +78,14 @@ class MaskReport:
 @dataclass(frozen=True)
 class AttentionReport:
     """An attention that is written by hand. formula: what it computes, over q·kᵀ and v; empty if no
-    description was found, and then reason says why."""
+    description was found. reason: why not, or why it is not fused. fused: is it one call of torch's
+    fused attention now?"""
 
     where: str
     code: str
     formula: str
     reason: str = ""
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,13 +215,14 @@ class Contents:
         lines = []
         for one, n in Counter(self.attentions).items():
             where = f"{one.where}{f' ×{n}' if n > 1 else ''}"
-            if one.reason:
-                said = (
-                    f"The softmax at {where} is no attention that fx_fuser describes: {one.reason}"
-                )
-            else:
+            if one.formula:
+                how = "two gemms with a softmax between them"
+                how = "torch's fused attention, or fx_fuser's" if one.fused else how
                 said = f"The attention at {where} is written by hand, {one.formula}; it runs as "
-                said += "two gemms with a softmax between them"
+                said += how + (f": {one.reason}" if one.reason else "")
+            else:
+                said = f"The softmax at {where} is no attention that fx_fuser describes: "
+                said += one.reason
             lines.append(said)
         return "\n".join(lines)
 

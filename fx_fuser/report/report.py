@@ -23,6 +23,7 @@ from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.graph.read.source import called_name, op_of, source_of
 from fx_fuser.graph.read.view import View
+from fx_fuser.passes.by_hand.rewrite import ByHand
 from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
@@ -128,11 +129,13 @@ class Report(Contents):
         where = place_of(head.node)
         self.heads.append(HeadReport(where, code, head.bytes, head.reason, head.stay))
 
-    def add_attention(self, found: AttentionSite | Refused) -> None:
+    def add_attention(self, attention: ByHand) -> None:
+        found = attention.found
         _, code = source_line(found.node)
         formula = "" if isinstance(found, Refused) else _formula(found)
-        reason = found.reason if isinstance(found, Refused) else ""
-        self.attentions.append(AttentionReport(place_of(found.node), code, formula, reason))
+        reason = found.reason if isinstance(found, Refused) else attention.stays
+        report = AttentionReport(place_of(found.node), code, formula, reason, attention.is_edit)
+        self.attentions.append(report)
 
     def add_graph(self, view: View) -> None:
         ends = f"{view.end.place}: {view.end.why}" if view.end and view.end.breaks else ""

@@ -216,6 +216,7 @@ NAMED = {
     "planning.plan": {"folded"},
     "verify.rivals": {"folded"},
     "passes.attention_split": {"attention"},
+    "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.head_loss": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.products": {"split", "exact"},
