@@ -40,7 +40,8 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
-from fx_fuser.passes import attention_dropout, attention_split, products
+from fx_fuser.passes import attention_split, products
+from fx_fuser.passes.attention_split.dropout import AttentionDropout
 from fx_fuser.passes.graph_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
 from fx_fuser.planning import bench_ops
@@ -226,7 +227,7 @@ class Passes:
             return {}
         first = pass_for(self.options, last, self.narrow)
         before = self.options.users_pass(JOINT_PASS) if first is None else first
-        dropout = attention_dropout.AttentionDropout(last.strict, last.on_cpu, before)
+        dropout = AttentionDropout(last.strict, last.on_cpu, before)
         return {JOINT_PASS: dropout, LAST_PASS: attention_split.behind(last)}
 
 

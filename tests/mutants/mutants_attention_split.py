@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-PASS, OPS = "passes/attention_split.py", "ops/attention_split.py"
+PASS, OPS = "passes/attention_split/__init__.py", "ops/attention_split.py"
+DROPOUT = "passes/attention_split/dropout.py"
 SPLIT = "tests/passes/test_attention_split.py"
 CHOICE = "tests/passes/test_attention_split_choice.py"
+DROPS = "tests/passes/test_attention_dropout.py"
 LEFT = f"{SPLIT}::test_what_is_left_to_torch"
 KERNELS, DROPOUT = "kernels/attention.py", "ops/attention_dropout.py"
 OF_DROPOUT = "tests/ops/test_attention_dropout.py"
@@ -24,9 +26,37 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: no dropout",
         PASS,
-        'and given["dropout_p"] == 0',
-        "",
+        "(0 < dropout < 1 if drops else dropout == 0)",
+        "(0 < dropout < 1 if drops else dropout < 1)",
         (f"{LEFT}[dropout]", f"{BACKWARD}[dropout]"),
+    ),
+    (
+        "attention by halves: what is saved has one reader",
+        DROPOUT,
+        "if len(readers) > 1 or (back",
+        "if (back",
+        (f"{DROPS}::test_what_is_left_to_torch[logarithms that are returned]",),
+    ),
+    (
+        "attention by halves: both drop the same share",
+        DROPOUT,
+        '_SHARED = ("query", "key", "value", "dropout_p", "is_causal", "scale")',
+        '_SHARED = ("query", "key", "value", "is_causal", "scale")',
+        (f"{DROPS}::test_what_is_left_to_torch[another share in backward]",),
+    ),
+    (
+        "attention by halves: eager's own random numbers",
+        DROPOUT,
+        "None if config.fallback_random else _pair_of",
+        "_pair_of",
+        (f"{DROPS}::test_eagers_own_random_numbers_are_left",),
+    ),
+    (
+        "attention by halves: a seed each",
+        DROPOUT,
+        "drawn, 0, place)",
+        "drawn, 0, 0)",
+        (f"{DROPS}::test_attentions_of_a_graph_have_seeds_of_their_own",),
     ),
     (
         "attention by halves: a positive scale",
@@ -101,15 +131,15 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: what gains",
         PASS,
-        "return contest.gains(fused, torchs)",
+        "return found is not None and contest.gains(found[1], found[0])",
         "return True",
         (f"{CHOICE}::test_the_clock_decides[ms2-False]",),
     ),
     (
         "attention by halves: causal is another time",
         PASS,
-        "key = (self.function, *forms, self.scale, self.causal, _LSE in self.items)",
-        "key = (self.function, *forms, self.scale, _LSE in self.items)",
+        "key = (self.function, *forms, self.scale, self.causal, self.dropout, saves)",
+        "key = (self.function, *forms, self.scale, self.dropout, saves)",
         (f"{CHOICE}::test_what_times_depend_on",),
     ),
     (

@@ -215,7 +215,7 @@ NAMED = {
     "planning.launches": {"folded"},
     "planning.plan": {"folded"},
     "verify.rivals": {"folded"},
-    "passes.attention_split": {"attention"},
+    "passes.attention_split.__init__": {"attention"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.head_loss": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from fx_fuser.kernels import attention
 from fx_fuser.ops import attention_dropout as masks
 from fx_fuser.ops import run
-from fx_fuser.passes.attention_dropout import AttentionDropout
 from fx_fuser.passes.attention_split import ATTENTION, ATTENTION_BACKWARD, COUNTERS, Site
+from fx_fuser.passes.attention_split.dropout import AttentionDropout
 
 NAME = "_scaled_dot_product_efficient_attention"
 BOTH = {NAME: 1, f"{NAME}_backward": 1}

@@ -27,6 +27,7 @@ from fx_fuser.passes.attention_split import (
     COUNTERS,
     AttentionSplit,
 )
+from fx_fuser.passes.attention_split.dropout import AttentionDropout
 from fx_fuser.planning import contest, plan
 from fx_fuser.planning.timing import Timing
 
@@ -193,9 +194,13 @@ def test_it_runs_behind_the_pass_over_gemms(
     for options in (Options(), Options(strict=True)):
         found = provenance.Passes(options, [x], (), {GPU: []}).load()
         last = products.Products(options.strict)
-        assert found == {LAST_PASS: AttentionSplit(options.strict, before=last)}
+        assert found == {
+            JOINT_PASS: AttentionDropout(options.strict),
+            LAST_PASS: AttentionSplit(options.strict, before=last),
+        }
     both = provenance.Passes(Options(), [x], (torch.bfloat16,), {GPU: []}).load()
     assert both.keys() == {JOINT_PASS, LAST_PASS}
+    assert isinstance(both[JOINT_PASS].before, provenance.Provenance)
 
 
 # ---- in Dynamo's graph --------------------------------------------------------------------------
@@ -230,7 +235,8 @@ FORESEEN: dict[str, tuple[Any, list[Tensor], list[int]]] = {
     "multi-head": (multi_head, [row(2048, 8, 160)], [128]),
     "16 bits": (sdpa, [row(*LONG, dtype=torch.bfloat16)] * 2, []),
     "small": (sdpa, [row(2, 4, 16, 64)] * 2, []),
-    "dropout": (dropping, [row(*LONG, trains=True)], []),
+    "dropout in training": (dropping, [row(*LONG, trains=True)], [64]),
+    "dropout without a backward": (dropping, [row(*LONG)], []),
     "a mask": (sdpa, [*[row(*LONG)] * 2, row(1024, 1024)], []),
     "d of 136": (sdpa, [row(*LONG[:3], 136)] * 2, []),
     "none": (torch.mul, [row(*LONG)] * 2, []),
@@ -250,9 +256,9 @@ def test_kernels_that_are_compiled_beside_others(name: str, built: list[str]) ->
     torch.compile(call, backend=look)(*inputs)
     cpu = torch.device("cpu")
     expected = [
-        attention.spec_for(d, backward)
+        attention.spec_for(d, backward, 0.1 if "dropout" in name else 0.0)
         for d in wanted
-        for backward in ((False, True) if name == "training" else (False,))
+        for backward in ((False, True) if "training" in name else (False,))
     ]
     assert attention_split.foreseen(seen[0], cpu) == expected
     with torch.autocast("cpu"):
