@@ -154,7 +154,7 @@ def _random_like(outputs: Sequence[Tensor], narrow: Sequence[Tensor]) -> list[Te
     """One gradient an output: random, and a number that the narrow dtype holds."""
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randn(n.shape, generator=generator, dtype=torch.float64).to(n.dtype).to(o.dtype)
+        torch.randn(n.shape, generator=generator, dtype=torch.float64).to(n.dtype).to(o)
         for o, n in zip(outputs, narrow)
     ]
 

@@ -26,6 +26,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import attention_dropout, run
 
 FORWARD, BACKWARD = "attention", "attention_backward"
+NO_DROPOUT = None, 0.0  # seed and share
 LSE_ROWS = 32  # torch's logarithms have a multiple of so many
 _aten = torch.ops.aten
 

@@ -88,7 +88,7 @@ constexpr int kMostDropped = 0x7C00;  // of those: fp16's infinity
 // random and of positive values.
 inline double truncated_by(int64_t terms) { return 2.4e-9 * static_cast<double>(terms); }
 // Likewise of dO vᵀ, from which nearly all is subtracted where its terms are of one sign.
-inline double d_weights_truncated_by(int64_t d) { return 2.9e-9 * static_cast<double>(d); }
+inline double d_weights_truncated_by(int64_t d) { return 3.3e-9 * static_cast<double>(d); }
 
 struct AttentionSplitArgs {
   // Of k and v as [2 * elements of 16 bits, keys, heads, batches]: TMA copies bits.

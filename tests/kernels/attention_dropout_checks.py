@@ -86,7 +86,8 @@ def judge(
     found, memory, lse = made(operands, scale, causal, seed, dropout, layout, gap=1)
     wanted, usual = (expected(operands, scale, causal, factors, wide) for wide in (True, False))
     of_lse = 2**-24 * float(lse.abs().max())  # as attention_backward_checks has it
-    is_small = min(q.shape[2], k.shape[2]) * q.shape[3] < FEW
+    # Of a few values that are kept an error is chance.
+    is_small = min(q.shape[2], k.shape[2]) * q.shape[3] * (1 - dropout) < FEW
     tensors = of_query_heads(q, k, v)
     bounds = [
         attention_bounds.of_result(*tensors, scale, causal, factors),

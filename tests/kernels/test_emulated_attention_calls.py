@@ -18,11 +18,10 @@ from fx_fuser.kernels import attention
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import attention_split, run
-from fx_fuser.ops.attention_split import BACKWARD, FORWARD
+from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
-NO_DROPOUT = None, 0.0  # seed, share
 NEAR = 2e-6  # as the checks' bound for few results
 
 

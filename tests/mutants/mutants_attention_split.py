@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PASS, OPS = "passes/attention_split/__init__.py", "ops/attention_split.py"
-DROPOUT = "passes/attention_split/dropout.py"
+DROPPING = "passes/attention_split/dropout.py"
 SPLIT = "tests/passes/test_attention_split.py"
 CHOICE = "tests/passes/test_attention_split_choice.py"
 DROPS = "tests/passes/test_attention_dropout.py"
@@ -32,28 +32,28 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "attention by halves: what is saved has one reader",
-        DROPOUT,
+        DROPPING,
         "if len(readers) > 1 or (back",
         "if (back",
         (f"{DROPS}::test_what_is_left_to_torch[logarithms that are returned]",),
     ),
     (
         "attention by halves: both drop the same share",
-        DROPOUT,
+        DROPPING,
         '_SHARED = ("query", "key", "value", "dropout_p", "is_causal", "scale")',
         '_SHARED = ("query", "key", "value", "is_causal", "scale")',
         (f"{DROPS}::test_what_is_left_to_torch[another share in backward]",),
     ),
     (
         "attention by halves: eager's own random numbers",
-        DROPOUT,
+        DROPPING,
         "None if config.fallback_random else _pair_of",
         "_pair_of",
         (f"{DROPS}::test_eagers_own_random_numbers_are_left",),
     ),
     (
         "attention by halves: a seed each",
-        DROPOUT,
+        DROPPING,
         "drawn, 0, place)",
         "drawn, 0, 0)",
         (f"{DROPS}::test_attentions_of_a_graph_have_seeds_of_their_own",),

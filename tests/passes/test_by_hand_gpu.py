@@ -105,11 +105,12 @@ class Attending(nn.Module):
 
 
 class MultiHead(nn.Module):
-    """Asks for weights that it drops."""
+    """Asks for weights that it drops. Not batch_first, of which eager mode has another layout in
+    inference than Dynamo's graph."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.of = nn.MultiheadAttention(256, 4, batch_first=True)
+        self.of = nn.MultiheadAttention(256, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.of(x, x, x)[0]

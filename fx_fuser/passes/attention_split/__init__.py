@@ -34,7 +34,13 @@ from fx_fuser.kernels.base import known_sizes
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
-from fx_fuser.ops.attention_split import BACKWARD, FORWARD, LSE_ROWS, of_each_head
+from fx_fuser.ops.attention_split import (
+    BACKWARD,
+    FORWARD,
+    LSE_ROWS,
+    NO_DROPOUT,
+    of_each_head,
+)
 from fx_fuser.passes.graph_pass import GraphPass, call, loaded
 from fx_fuser.passes.products import Products
 from fx_fuser.planning import bench_ops, contest
@@ -296,8 +302,8 @@ class Site:
         self, function: str, tensors: Sequence[Any], save: bool, seed: Any = None
     ) -> run.Arguments:
         saved = [save] if function == FORWARD else []
-        dropout = 0.0 if seed is None else self.dropout
-        given = self.spec.name, self.scale, self.causal, *saved, seed, dropout
+        drops = NO_DROPOUT if seed is None else (seed, self.dropout)
+        given = self.spec.name, self.scale, self.causal, *saved, *drops
         return run.arguments(function, (*tensors, *given))
 
     def replace(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fx_fuser.kernels import attention
 from fx_fuser.kernels.split import SPLIT_GEMM, reset_fallback, split_gemm
 from fx_fuser.ops import run
-from fx_fuser.ops.attention_split import BACKWARD, FORWARD
+from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 from fx_fuser.passes import attention_split
 from fx_fuser.passes.by_hand.plain import Plain
 from fx_fuser.passes.graph_pass import loaded
@@ -108,11 +108,12 @@ class Race:
         forward, backward = (attention.spec_for(q.shape[-1], which) for which in (False, True))
         assert forward is not None, "it has been loaded"
         save, numbers = d_out is not None, (self.scale, self.causal)
-        made = run.MANY(*run.arguments(FORWARD, (q, k, v, forward.name, *numbers, save)))
+        given = q, k, v, forward.name, *numbers, save, *NO_DROPOUT
+        made = run.MANY(*run.arguments(FORWARD, given))
         if d_out is None:
             return made
         assert backward is not None, "it has been loaded"
-        given = d_out, q, k, v, *made, backward.name, *numbers
+        given = d_out, q, k, v, *made, backward.name, *numbers, *NO_DROPOUT
         return [*made, *run.MANY(*run.arguments(BACKWARD, given))]
 
 
