@@ -49,7 +49,6 @@ COUNTER = "fx_fuser_heads"
 # piece costs the host some 60 us, in which an H200 multiplies 2048 rows, 8192 columns, 512 wide.
 _LEAST = 64 << 20
 _LEAST_COLUMNS = 8192
-_IS_OFFERED_ON_GPUS = False  # its kernel has run on none yet (issue 47)
 _NO_LABEL = -(1 << 63)  # which a gather ignores
 # Their arguments behind input and target, and the defaults. The last one is of cross_entropy alone.
 _ARGUMENTS = {
@@ -277,8 +276,6 @@ def _check_kernel(head: Head, options: Options) -> None:
     device = value_of(head.head.node).device
     if device.type != "cuda":
         return
-    if not _IS_OFFERED_ON_GPUS:
-        raise _Stays("its kernel has not run on a GPU yet")
     reason = load.available(device)
     if reason is not None:
         raise _Stays(reason)

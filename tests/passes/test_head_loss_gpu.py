@@ -13,7 +13,6 @@ from helpers import Program, recorded
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser.passes import head_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,11 +23,6 @@ pytestmark = [
 ]
 ON_GPU: dict[str, Any] = {"cpu_ops": False, "inner": "inductor"}
 K, V = 256, 50257  # the rows of a vocabulary that nothing pads
-
-
-@pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "_IS_OFFERED_ON_GPUS", True)
 
 
 def on_gpu(body: Body, dtype: torch.dtype | None, bias: bool = False) -> Program:

@@ -30,6 +30,9 @@ from fx_fuser.planning.bench_ops import TensorForm, form_of_value
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.by_hand")
+# The fused backward takes weights anew from lse, which is rounded twice: of 8 x 1024 tokens dv,
+# summed up, was off by 1.7 times eager mode's error where 1.5 are allowed (H200, issue 43).
+_TAKES_TRAINING = False
 
 
 def check(
@@ -47,6 +50,8 @@ def check(
         return
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
         raise Stays("torch's memory-efficient attention is switched off")
+    if trains and not _TAKES_TRAINING:
+        raise Stays("in training it is less exact than matmul and softmax are")
     if trains and torch.are_deterministic_algorithms_enabled():
         raise Stays("the backward of torch's fused attention is not deterministic")
     forms = dict(zip(("query", "key", "value"), map(form_of_value, operands)))
