@@ -207,7 +207,7 @@ def _search(
     subclasses.mark(gm, inputs)
     reader = masks.Reader()
     searched: list[_Searched] = []
-    is_rewritten = by_hand.is_asked(options, inputs)
+    is_rewritten = provenance.has_gemms(gm) and by_hand.is_asked(options, inputs)
     is_cast = any("_enter_autocast" in op_of(n) for m in bodies(gm) for n in m.graph.nodes)
     for module in bodies(gm):
         graph = copy_of(module.graph)
