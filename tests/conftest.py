@@ -107,6 +107,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the tests marked `combination` the K-th of N parts",
     )
     parser.addoption(
+        "--slow-share",
+        default="1/1",
+        metavar="K/N",
+        help="of the other tests marked `slow` the K-th of N parts",
+    )
+    parser.addoption(
         "--ledger",
         type=Path,
         metavar="FILE",
@@ -147,15 +153,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _keep_share(config, items)
 
 
-def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, _, parts = config.getoption("share").partition("/")
+def _share_of(config: pytest.Config, option: str) -> tuple[int, int]:
+    given = config.getoption(option)
+    part, _, parts = given.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise pytest.UsageError(f"--share {config.getoption('share')}: say 1/4, 2/4, 3/4 or 4/4")
+        raise pytest.UsageError(f"{option} {given}: say 1/4, 2/4, 3/4 or 4/4")
+    return int(part), int(parts)
+
+
+def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marks = {"combination": "--share", "slow": "--slow-share"}  # the first one counts
+    shares = {mark: _share_of(config, option) for mark, option in marks.items()}
 
     def is_kept(item: pytest.Item) -> bool:
-        if item.get_closest_marker("combination") is None:
+        mark = next((mark for mark in shares if item.get_closest_marker(mark)), None)
+        if mark is None:
             return True
-        return zlib.crc32(item.nodeid.encode()) % int(parts) == int(part) - 1
+        part, parts = shares[mark]
+        return zlib.crc32(item.nodeid.encode()) % parts == part - 1
 
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
     items[:] = [item for item in items if is_kept(item)]

@@ -48,14 +48,15 @@ class Item:
         return name if name in self.marks else None
 
 
-def config_of(share: str) -> Any:
+def config_of(share: str, slow: str = "1/1") -> Any:
     ignored = SimpleNamespace(pytest_deselected=lambda items: None)
-    return SimpleNamespace(getoption=lambda _: share, hook=ignored)
+    shares = {"--share": share, "--slow-share": slow}
+    return SimpleNamespace(getoption=shares.__getitem__, hook=ignored)
 
 
-def kept(share: str, items: list[Item]) -> list[Item]:
+def kept(share: str, items: list[Item], slow: str = "1/1") -> list[Item]:
     left: Any = list(items)
-    _keep_share(config_of(share), left)
+    _keep_share(config_of(share, slow), left)
     return list(left)
 
 
@@ -69,6 +70,16 @@ def test_shares_are_all_combinations_once_and_about_as_many() -> None:
     together = [one for part in of_parts for one in part]
     assert sorted(together, key=combinations.index) == combinations
     assert kept("1/1", combinations + others) == combinations + others
+
+
+def test_of_slow_tests_parts_are_all_once_and_others_are_in_each() -> None:
+    slow = [Item(f"tests/test_a.py::test[{i}]", "slow") for i in range(400)]
+    others = [Item("tests/test_b.py::test"), Item("tests/test_c.py::test", "slow", "combination")]
+    parts = [kept("1/1", slow + others, f"{k}/2") for k in (1, 2)]
+    assert all(one in part for one in others for part in parts)
+    assert all(150 <= len(part) <= 250 for part in parts)
+    together = [one for part in parts for one in part if one not in others]
+    assert sorted(together, key=slow.index) == slow
 
 
 def test_of_a_slow_test_each_run_has_the_first() -> None:
@@ -86,3 +97,5 @@ def test_of_a_slow_test_each_run_has_the_first() -> None:
 def test_no_such_share(share: str) -> None:
     with pytest.raises(pytest.UsageError, match="say 1/4"):
         kept(share, [])
+    with pytest.raises(pytest.UsageError, match=r"--slow-share .*say 1/4"):
+        kept("1/1", [], share)
