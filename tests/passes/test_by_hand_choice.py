@@ -256,6 +256,7 @@ def explained(model: nn.Module, **options: Any) -> str:
     return fx_fuser.explain(model, torch.randn(2, L, 24), options=given).attention
 
 
+@pytest.mark.slow
 def test_explain_says_what_runs() -> None:
     said = explained(Net())
     assert "is written by hand, softmax(" in said
@@ -266,6 +267,7 @@ def test_explain_says_what_runs() -> None:
     assert said.endswith("it runs as two gemms with a softmax between them")
 
 
+@pytest.mark.slow
 def test_explain_says_what_becomes_of_torchs_own() -> None:
     class MultiHead(nn.Module):
         def __init__(self, dropout: float) -> None:
@@ -281,6 +283,7 @@ def test_explain_says_what_becomes_of_torchs_own() -> None:
     assert "as no fused kernel takes it: it has dropout" in explained(MultiHead(0.1))
 
 
+@pytest.mark.slow
 def test_what_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("our own fault")

@@ -126,6 +126,7 @@ def first(made: Any) -> Any:
 
 
 @pytest.mark.parametrize("body", FORMS, ids=lambda body: body.__name__)
+@pytest.mark.slow
 def test_under_autocast(body: Body) -> None:
     graphs = check(model(autocast(body)), rows(B, T), labels(B, T), heads=FORMS[body])
     assert calls(graphs)["fx_fuser::head_loss"] == FORMS[body]

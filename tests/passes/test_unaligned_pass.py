@@ -58,6 +58,7 @@ def transposed(x: Tensor, w: Tensor) -> Tensor:
         (transposed, ((16, 13), (13, 11)), {"mm": 1}, {"mm_unaligned": 2}),
     ],
 )
+@pytest.mark.slow
 def test_values_gradients_and_strides(
     f: Callable[..., Tensor], sizes: Any, padded: dict[str, int], expected: dict[str, int]
 ) -> None:
