@@ -11,6 +11,7 @@ import torch
 from attention_graphs import heads, qkv, targets
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._inductor import config, inductor_prims
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -150,6 +151,17 @@ def test_eagers_own_random_numbers_are_left() -> None:
     assert ATTENTION in targets(gm) and ATTENTION_BACKWARD in targets(gm)
 
 
+@pytest.mark.parametrize("meta", [
+    None, {"memory_budget": 0.0}, {"custom": {"_region_activation_memory_budget": 0.0}},
+])  # fmt: skip
+def test_where_backward_recomputes_all_seeds_are_torchs(meta: dict[str, Any] | None) -> None:
+    gm = traced(step, _Q, _K, _V, _Q)
+    next(iter(gm.graph.nodes)).meta.update(meta or {})
+    with functorch_config.patch(activation_memory_budget=1.0 if meta else 0.0):
+        AttentionDropout(strict=True, on_cpu=True)(gm.graph)
+    assert ATTENTION in targets(gm) and ATTENTION_BACKWARD in targets(gm)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("function", ["attention", "attention_backward"])
 def test_if_one_cannot_be_made_neither_is_replaced(
@@ -199,9 +211,22 @@ class Attending(nn.Module):
         return made
 
 
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "as it chooses": {},
+    "half": {"activation_memory_budget": 0.5},
+    "much": {"aggressive_recomputation": True},
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("recomputes", RECOMPUTES)
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_step_drops_the_same_in_forward_and_backward(checkpoints: bool) -> None:
+def test_a_step_drops_the_same_in_forward_and_backward(checkpoints: bool, recomputes: str) -> None:
+    with functorch_config.patch(**RECOMPUTES[recomputes]):
+        _check_step(checkpoints)
+
+
+def _check_step(checkpoints: bool) -> None:
     q, k = heads(2, 3, 40, 64), heads(2, 3, 40, 64)
     v = torch.eye(40, 64).repeat(2, 3, 1, 1)
     v = v.transpose(1, 2).contiguous().transpose(1, 2)

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._inductor import config, inductor_prims
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_fuser.native import load
 from fx_fuser.passes.attention_split import (
@@ -46,9 +48,10 @@ class AttentionDropout(AttentionSplit):
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
         seeds: list[Node] = []
+        stays = config.fallback_random or _recomputes_all(graph)
 
         def replace(node: Node) -> str | None:
-            pair = None if config.fallback_random else _pair_of(node, self.on_cpu)
+            pair = None if stays else _pair_of(node, self.on_cpu)
             if pair is None or not (self.on_cpu or _gains(pair, self.strict)):
                 return None
             forward, backward = pair
@@ -62,6 +65,16 @@ class AttentionDropout(AttentionSplit):
             return ""
 
         return replace
+
+
+def _recomputes_all(graph: Graph) -> bool:
+    """Is backward to recompute all of forward?  Then torch draws seeds anew there, those that must
+    be saved as well."""
+    budgets = [functorch_config.activation_memory_budget]
+    for node in graph.nodes:
+        of_region = (node.meta.get("custom") or {}).get("_region_activation_memory_budget")
+        budgets += [node.meta.get("memory_budget"), of_region]
+    return 0 in budgets
 
 
 def _pair_of(node: Node, on_cpu: bool) -> tuple[Site, Site] | None:
@@ -99,8 +112,8 @@ def _gains(pair: tuple[Site, Site], strict: bool) -> bool:
 def _new_seed(graph: Graph, like: Node, seeds: list[Node]) -> Node:
     """One more of the graph's seeds, which are a node that draws them, and views of each.
 
-    like: an attention. Seeds are no part of what a checkpoint recomputes: backward reads those that
-    forward has drawn.
+    like: an attention. Seeds are no part of what a checkpoint recomputes, nor of what a partitioner
+    may that saves memory: backward reads those that forward has drawn.
     """
     device = like.meta["val"][_OUT].device
     of_device = [node for node in seeds if node.args[1] == device]
@@ -108,7 +121,8 @@ def _new_seed(graph: Graph, like: Node, seeds: list[Node]) -> Node:
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             made = graph.call_function(inductor_prims.seeds, (0, device))
-        made.meta = {k: v for k, v in like.meta.items() if k not in (*OF_VALUE, "recompute")}
+        made.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUE}
+        made.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         seeds.append(made)
         of_device = [made]
     (drawn,) = of_device
