@@ -33,8 +33,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: what is saved has one reader",
         DROPPING,
-        "if len(readers) > 1 or (back",
-        "if (back",
+        "if len(backs) != 1 or readers != {*backs}:",
+        "if len(backs) != 1:",
         (f"{DROPS}::test_what_is_left_to_torch[logarithms that are returned]",),
     ),
     (

@@ -70,7 +70,7 @@ class AttentionDropout(AttentionSplit):
 def _recomputes_all(graph: Graph) -> bool:
     """Is backward to recompute all of forward?  Then torch draws seeds anew there, those that must
     be saved as well."""
-    budgets = [functorch_config.activation_memory_budget]
+    budgets: list[Any] = [functorch_config.activation_memory_budget]
     for node in graph.nodes:
         of_region = (node.meta.get("custom") or {}).get("_region_activation_memory_budget")
         budgets += [node.meta.get("memory_budget"), of_region]
@@ -83,8 +83,10 @@ def _pair_of(node: Node, on_cpu: bool) -> tuple[Site, Site] | None:
     if items is None or not {_LSE, _SEED, _OFFSET} <= items.keys():
         return None
     readers = {user for i in (_LSE, _SEED, _OFFSET) for user in items[i].users}
-    if len(readers) > 1 or (back := readers.pop()).target is not ATTENTION_BACKWARD:
+    backs = [user for user in items[_LSE].users if user.target is ATTENTION_BACKWARD]
+    if len(backs) != 1 or readers != {*backs}:
         return None
+    (back,) = backs
     here, there = arguments_of(node), arguments_of(back)
     saved = {"out": _OUT, "logsumexp": _LSE, "philox_seed": _SEED, "philox_offset": _OFFSET}
     if any(here[name] != there[name] for name in _SHARED):
