@@ -70,7 +70,7 @@ class AttentionDropout(AttentionSplit):
 def _recomputes_all(graph: Graph) -> bool:
     """Is backward to recompute all of forward?  Then torch draws seeds anew there, those that must
     be saved as well."""
-    budgets = [functorch_config.activation_memory_budget]
+    budgets: list[Any] = [functorch_config.activation_memory_budget]
     for node in graph.nodes:
         of_region = (node.meta.get("custom") or {}).get("_region_activation_memory_budget")
         budgets += [node.meta.get("memory_budget"), of_region]
