@@ -20,7 +20,7 @@ gradient through them pays for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,10 +235,12 @@ def attached(
     the user's graph, the first of those of the compiled one."""
 
     def call(*inputs: Any) -> tuple[Any, ...]:
+        earlier = {one.grad_fn for one in inputs if isinstance(one, Tensor)}
         made = [*compiled(*inputs)]
+        own = {one.grad_fn for one in made if isinstance(one, Tensor)} - earlier - {None}
         results = made[: len(as_written)]
         for one in returned:
-            _raise_if_changed(made, made[one.logits])
+            _raise_if_changed(own, made[one.logits])
             operands = (None if at is None else made[at] for at in one.operands)
             results[one.logits] = _Logits.apply(*operands, made[one.logits], one.compute)
         return tuple(results)
@@ -246,9 +248,13 @@ def attached(
     return call
 
 
-def _raise_if_changed(made: Sequence[Any], logits: Tensor) -> None:
+def _raise_if_changed(own: Collection[Any], logits: Tensor) -> None:
     """Let backward raise if the logits have been written to, as it does for a tensor that torch
-    saves. AOTAutograd saves and returns Inductor's as two tensors, which count writes apart."""
+    saves. AOTAutograd saves and returns Inductor's as two tensors, which count writes apart.
+
+    own: nodes of autograd that the graph has made. An input that it returns is another's, whose
+    backward does not read the logits.
+    """
     watched = logits.detach()
     watched.data = logits.new_empty(0)  # counts the writes still, and does not hold the memory
     before = watched._version
@@ -261,7 +267,6 @@ def _raise_if_changed(made: Sequence[Any], logits: Tensor) -> None:
                 "operation, and the loss needs them for its gradient; modify a copy"
             )
 
-    nodes = {one.grad_fn for one in made if isinstance(one, Tensor) and one.grad_fn is not None}
-    for node in nodes:
+    for node in own:
         if node.name() == "CompiledFunctionBackward":
             node.register_prehook(check)

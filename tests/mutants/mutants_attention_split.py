@@ -47,9 +47,16 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: eager's own random numbers",
         DROPPING,
-        "None if config.fallback_random else _pair_of",
-        "_pair_of",
+        "stays = config.fallback_random or _recomputes_all(graph)",
+        "stays = _recomputes_all(graph)",
         (f"{DROPS}::test_eagers_own_random_numbers_are_left",),
+    ),
+    (
+        "attention by halves: no budget for seeds",
+        DROPPING,
+        "return 0 in budgets",
+        "return False",
+        (f"{DROPS}::test_where_backward_recomputes_all_seeds_are_torchs",),
     ),
     (
         "attention by halves: a seed each",

@@ -224,6 +224,18 @@ def test_a_write_to_the_logits_is_noticed(inner: str, of_alias: bool) -> None:
         loss.backward()
 
 
+def test_a_graph_before_it_may_see_the_logits_written() -> None:
+    """Its backward does not read them."""
+    before = torch.compile(torch.sin, backend="aot_eager")
+    x = rows(B, T)
+    h = before(x)
+    _, logits = compiled(model(autocast(returned)), auto=True)(h, labels(B, T))
+    with torch.no_grad():
+        logits.mul_(2)
+    h.sum().backward()
+    assert found() == 1 and torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+
+
 @SLOW
 def test_compiled_autograd() -> None:
     made, x, y = model(autocast(returned)), rows(B, T), labels(B, T)
