@@ -44,10 +44,10 @@ def expected(
         (t.double() if wide else t.clone()).detach().requires_grad_()
         for t in of_query_heads(*tensors)
     ]
+    q, k, v = leaves
     if wide:
-        out = exact(*leaves, scale, causal, factors)[0]
+        out = exact(q, k, v, scale, causal, factors)[0]
     else:
-        q, k, v = leaves
         logits = q @ k.mT * scale
         if causal:
             hidden = torch.ones(logits.shape[-2:], device=q.device, dtype=torch.bool).triu(1)
@@ -68,12 +68,13 @@ def made(
     for part, whole in results:
         whole.fill_(SENTINEL)
         part.fill_(float("nan"))
-    (out, *to), whole = ([pair[i] for pair in results] for i in range(2))
+    out, *to = (part for part, _ in results)
+    memory = [whole for _, whole in results]
     lse = torch.full((batches, count, queries), float("nan"), device=CUDA)
     given = scale, causal, seed, dropout
     assert kernels.attention_split(FORWARD, q, k, v, out, lse, *given)
     assert kernels.attention_backward(BACKWARD, q, k, v, out, lse, d_out, to, *given)
-    return [out, *to], whole, lse
+    return [out, *to], memory, lse
 
 
 def judge(
@@ -102,7 +103,7 @@ def judge(
                 f"{what}: {name}'s error {error / norm:.2e}, torch's {usual_error / norm:.2e}, "
                 f"bound {small / norm:.2e}"
             )
-    sums = exact(*operands[:3], scale, causal)[1]
+    sums = exact(q, k, v, scale, causal)[1]
     if not bool(((lse - sums).abs() <= 2e-6 * (1 + sums.abs().max())).all()):
         failures.append(f"{what}: lse is not that of all weights")
     for name, part, whole in zip(NAMES, found, memory):
@@ -151,7 +152,7 @@ def one_key(failures: list[str]) -> None:
     """Its value times the factor, or nothing at all."""
     operands, seed = one(70, 1), seed_of(3)
     (out, *_), _, _ = made(operands, 0.125, False, seed, 0.5)
-    wanted = factors_of(*operands[:2], seed, 0.5).float() * operands[2]
+    wanted = factors_of(operands[0], operands[1], seed, 0.5).float() * operands[2]
     if not torch.allclose(out, wanted, rtol=6e-7, atol=0):
         failures.append("one key: neither its value times the factor nor nothing")
 
@@ -167,7 +168,7 @@ def dropped_queries(failures: list[str]) -> None:
         keys, and the first its one, or not."""
         for number in range(1000):
             seed = seed_of(number)
-            kept = (factors_of(*operands[:2], seed, 0.5)[0, 0] != 0).tril().sum(-1)
+            kept = (factors_of(operands[0], operands[1], seed, 0.5)[0, 0] != 0).tril().sum(-1)
             if bool(kept[0]) == of_first and kept[1] == 2 and bool(kept[2:].all()):
                 return seed
         raise AssertionError("no seed has it")
