@@ -124,9 +124,11 @@ def _driver() -> int:
 def _measure(
     make_candidates: Callable[[], Sequence[Candidate]], device: torch.device
 ) -> list[Timing] | None:
-    # Dynamo may have a dispatch mode in place; autocast would cast again.
+    # Dynamo may have a dispatch mode in place; autocast would cast again. What a candidate draws, as
+    # torch's attention with dropout does, is none of the user's random numbers.
     with (
         _disable_current_modes(),
+        torch.random.fork_rng(devices=[device]),
         torch.no_grad(),
         torch.autocast("cuda", enabled=False),
         torch.cuda.device(device),

@@ -297,6 +297,28 @@ def test_too_little_memory_is_not_remembered(
     assert ask("a") == [1.0, 2.0]
 
 
+def a_gpu_is_there(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """As far as `_measure` looks; the states that its generator is given."""
+    states: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: f"of {device}")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.append(state))
+    return states
+
+
+def test_random_numbers_that_a_candidate_draws_are_none_of_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = a_gpu_is_there(monkeypatch)
+    monkeypatch.setattr(timing, "allocations_failed", lambda device: 0)
+    monkeypatch.setattr(timing, "times_of", lambda candidates, device: [torch.rand(3)])
+    before = torch.get_rng_state()
+    timing._measure(list, GPU)
+    assert torch.equal(torch.get_rng_state(), before) and states == [f"of {GPU}"]
+
+
 @pytest.mark.parametrize(
     ("said", "failed", "is_short"),
     [
@@ -316,9 +338,7 @@ def test_what_is_too_large_is_not_timed(
         ooms[0] += failed or 0
         raise RuntimeError(said)
 
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    a_gpu_is_there(monkeypatch)
 
     def stats(device: torch.device) -> dict[str, int]:
         if failed is None:
