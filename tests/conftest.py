@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import uuid
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ from plan_cases import match_of, on_gpu  # noqa: F401
 from toolchains import bare, fake, fake_libnvrtc, fake_nvrtc  # noqa: F401
 from torch._dynamo.utils import counters
 from verify_cases import verified  # noqa: F401
+
+from fx_fuser.native import load
+from fx_fuser.passes import graph_pass
 
 # A shell begins background jobs so, and the processes that tests begin inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -53,6 +57,23 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # else triton's library says at the exit that its functions leak
+
+
+@pytest.fixture
+def own_caches() -> Iterator[None]:
+    """Where Inductor's cache has a graph, from an earlier run, no pass runs."""
+    with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
+        yield
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are loaded on a GPU that is there for these tests."""
+    names: list[str] = []
+    monkeypatch.setattr(load, "prepare", lambda specs, _: names.extend(s.name for s in specs))
+    monkeypatch.setattr(load, "runs_on", lambda *_: True)
+    monkeypatch.setattr(graph_pass, "_failed", set())
+    return names
 
 
 @pytest.fixture(autouse=True)

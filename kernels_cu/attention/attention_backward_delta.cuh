@@ -18,6 +18,7 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   const int head = static_cast<int>(index / args.padded);
   const int query = static_cast<int>(index - int64_t{head} * args.padded);
   const bool is_there = query < args.queries;
+  const int seen = args.is_causal ? min(args.keys, query + 1) : args.keys;
   float sum = 0;
   float terms = 0;
   float largest = 0;
@@ -42,7 +43,6 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
     sum *= args.dropout.kept;
     terms *= args.dropout.kept;
     // Where all keys are dropped, D is zeros as well, and nothing is lost of it.
-    const int seen = args.is_causal ? min(args.keys, query + 1) : args.keys;
     const bool may_be_nothing = !__any_sync(0xFFFFFFFF, has_out) && is_there;
     if (may_be_nothing && are_all_dropped(args.dropout, head, query, seen)) terms = infinity();
   }
@@ -52,8 +52,8 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
       is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
   // What truncation took of out is given back, and as much taken as of dO vᵀ, from which delta is
   // subtracted: where values have a mean, nearly all of both cancels.
-  const int seen = min(args.is_causal ? min(args.keys, query + 1) : args.keys, kAttentionPromoted);
-  const float change = static_cast<float>(seen) * args.truncated_by_key - args.d_weights_truncated;
+  const auto terms_of_out = static_cast<float>(min(seen, kAttentionPromoted));
+  const float change = terms_of_out * args.truncated_by_key - args.d_weights_truncated;
   const float delta = fabsf(sum) < infinity() ? fmaf(sum, change, sum) : sum;
   args.of_queries[index] = {{lse, delta}, terms, largest};
 }

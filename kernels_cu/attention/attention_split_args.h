@@ -87,7 +87,7 @@ constexpr int kMostDropped = 0x7C00;  // of those: fp16's infinity
 // three products of halves over D elements is too small by 1.4e-9 D to 3.4e-9 D of itself, of
 // random and of positive values.
 inline double truncated_by(int64_t terms) { return 2.4e-9 * static_cast<double>(terms); }
-// Likewise of dO vᵀ, from which nearly all is subtracted where its terms are of one sign.
+// Likewise of dO vᵀ, nearer to what positive values lose: there nearly all is subtracted from it.
 inline double d_weights_truncated_by(int64_t d) { return 3.3e-9 * static_cast<double>(d); }
 
 struct AttentionSplitArgs {

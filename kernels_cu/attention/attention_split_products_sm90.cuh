@@ -51,8 +51,7 @@ __device__ __forceinline__ void issue_scores(float (&score)[kScores], const Rows
   for (int i = 0; i < Rows::kSteps; ++i) run_hi(i, tile_hi, true);
 }
 
-// product = p v of a part of a tile's keys: of one sign, p v of 128 keys lost 5.2e-7 of itself by
-// truncation, of 64 keys 2.1e-7.
+// product = p v of a part of a tile's keys, since truncation takes more of longer sums (NOTES.md).
 template <class L, int kPart = 0>
 __device__ __forceinline__ void issue_results(float (&product)[L::kSums], const Weights<L>& weights,
                                               const typename L::Tile& tile) {

@@ -3,7 +3,7 @@ On a CPU our functions run in torch; the kernels: tests/kernels/attention_dropou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,13 +27,6 @@ NAME = "_scaled_dot_product_efficient_attention"
 BOTH = {NAME: 1, f"{NAME}_backward": 1}
 P = 0.25
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def no_counts() -> Iterator[None]:
-    counters.clear()
-    torch._dynamo.reset()
-    yield
 
 
 def step(

@@ -4,8 +4,6 @@ faster, and drops the same in forward and backward."""
 from __future__ import annotations
 
 import itertools
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,20 +19,12 @@ from fx_fuser.passes.attention_split import COUNTERS, dropout
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("own_caches"),
     pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a Hopper GPU"),
 ]
 NAME = "_scaled_dot_product_efficient_attention"
 BOTH = {NAME: 1, f"{NAME}_backward": 1}
 P = 0.25
-
-
-@pytest.fixture(autouse=True)
-def own_caches() -> Iterator[None]:
-    counters.clear()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
-        yield
 
 
 class Attending(nn.Module):

@@ -20,7 +20,7 @@ from fx_fuser.kernels import attention
 from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import load
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
-from fx_fuser.passes import attention_split, graph_pass, products, provenance
+from fx_fuser.passes import attention_split, products, provenance
 from fx_fuser.passes.attention_split import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -52,16 +52,6 @@ class Clock:
     def __call__(self, key: Any, make: Any, device: torch.device) -> list[Timing] | str:
         self.keys.append(key)
         return [Timing(one) for one in self.ms] or "no memory to time it"
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that are loaded on a GPU that is there for these tests."""
-    names: list[str] = []
-    monkeypatch.setattr(load, "prepare", lambda specs, _: names.extend(s.name for s in specs))
-    monkeypatch.setattr(load, "runs_on", lambda *_: True)
-    monkeypatch.setattr(graph_pass, "_failed", set())
-    return names
 
 
 def large(causal: bool = False, d: int = 64, trains: bool = False) -> GraphModule:

@@ -24,7 +24,7 @@ from fx_fuser.kernels import attention
 from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import load
 from fx_fuser.outcome import Outcome
-from fx_fuser.passes import attention_split, graph_pass
+from fx_fuser.passes import attention_split
 from fx_fuser.passes.by_hand import clock, rewrite
 from fx_fuser.passes.by_hand.clock import Race
 from fx_fuser.passes.by_hand.plain import Plain
@@ -41,16 +41,6 @@ LONG = (4, 8, 1024, 64)
 def no_counts() -> Iterator[None]:
     counters.clear()
     yield
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that are loaded on a GPU that is there for these tests."""
-    names: list[str] = []
-    monkeypatch.setattr(load, "prepare", lambda specs, _: names.extend(s.name for s in specs))
-    monkeypatch.setattr(load, "runs_on", lambda *_: True)
-    monkeypatch.setattr(graph_pass, "_failed", set())
-    return names
 
 
 def on_gpu(*shape: int, keys: int = 0) -> list[Tensor]:

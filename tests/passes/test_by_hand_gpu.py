@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,20 +24,11 @@ from fx_fuser.testing import assert_equivalent
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("own_caches"),
     pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a Hopper GPU"),
 ]
 FORWARD = {"_scaled_dot_product_efficient_attention": 1}
 BACKWARD = {"_scaled_dot_product_efficient_attention_backward": 1}
-
-
-@pytest.fixture(autouse=True)
-def own_caches() -> Iterator[None]:
-    """Where Inductor's cache has a graph, from an earlier run, no pass runs."""
-    counters.clear()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
-        yield
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@ rows nothing pads."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from fx_fuser.passes import padding
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("own_caches"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="needs a Hopper GPU",
@@ -23,13 +23,6 @@ pytestmark = [
 ]
 BF16 = torch.bfloat16
 VOCABULARY = 50257
-
-
-@pytest.fixture(autouse=True)
-def own_caches() -> Iterator[None]:
-    """Where Inductor's cache has a graph, no pass runs."""
-    with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
-        yield
 
 
 def operands(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

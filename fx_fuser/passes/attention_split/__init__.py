@@ -482,7 +482,7 @@ def _is_aligned(form: TensorForm) -> bool:
 
 
 def _empty_like(item: Node) -> Node:
-    """torch's seed or offset, which nothing reads without dropout."""
+    """torch's seed or offset, which our backward does not read."""
     value = item.meta["val"]
     like = {"dtype": value.dtype, "device": value.device}
     return call(item.graph, item, _aten.empty_strided.default, [], [], **like)
