@@ -124,8 +124,8 @@ def _driver() -> int:
 def _measure(
     make_candidates: Callable[[], Sequence[Candidate]], device: torch.device
 ) -> list[Timing] | None:
-    # Dynamo may have a dispatch mode in place; autocast would cast again. A candidate may draw random
-    # numbers, as torch's attention with dropout does, which are none of the user's.
+    # Dynamo may have a dispatch mode in place; autocast would cast again. A candidate may draw
+    # random numbers, as torch's attention with dropout does, which are none of the user's.
     with (
         _disable_current_modes(),
         torch.random.fork_rng(devices=[device]),
