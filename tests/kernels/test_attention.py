@@ -39,3 +39,9 @@ def test_checks(check, shape: int) -> None:
 @gpu
 def test_refusals() -> None:
     passes(attention_checks.refusals)
+
+
+@gpu
+@pytest.mark.parametrize("shape", attention_checks.SHAPES)
+def test_10_000_launches(shape: int) -> None:
+    passes(attention_checks.repeats, shape, 10_000)

@@ -25,3 +25,8 @@ def test_checks(check) -> None:
 @gpu
 def test_more_than_2_to_the_31_elements() -> None:
     passes(combs_checks.last_lines, 43008, 50257)
+
+
+@gpu
+def test_10_000_launches() -> None:
+    passes(combs_checks.repeats, 10_000)
