@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import odd_gemms
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_fuser.passes import padding
 
@@ -54,3 +56,22 @@ def test_faults_are_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 def test_programs_on_a_gpu() -> None:
     failed, replaced = odd_gemms.fuzz(range(FIRST, FIRST + 60), "cuda")
     assert not failed and any("unaligned" in name for name in replaced)
+
+
+def test_a_relu_may_be_on_the_other_side_within_rounding_alone() -> None:
+    """Seed 700877: a relu whose argument is near 0, as sums in another order showed on an H200."""
+    program = odd_gemms.generate(700877)
+    run = odd_gemms.Run(make_fx(program.joint, tracing_mode="fake")(*program.inputs))
+    results = run.run(*program.inputs)
+    (argument,), (side,) = run.arguments(), run.sides()
+    nearest, farthest = (f(argument.abs()) for f in (torch.argmin, torch.argmax))
+    for at, is_fault in ((nearest, False), (farthest, True)):
+        other = odd_gemms.Run(run.module)
+        other.run(*program.inputs)
+        changed = side.clone()
+        changed.view(-1)[at] ^= True
+        with patch.object(other, "sides", lambda changed=changed: [changed]):
+            faults: list[str] = []
+            (exact, _) = odd_gemms._exact(program, run, (other, run), faults)
+        assert bool(faults) == is_fault
+        assert not torch.allclose(exact[-1], results[-1].double(), atol=0.1)
