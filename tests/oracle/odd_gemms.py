@@ -219,7 +219,7 @@ def generate(seed: int, device: str = "cpu") -> Program:
 # ---- is it right? --------------------------------------------------------------------------------
 
 
-def _strides(value: Tensor, is_gradient: bool) -> list[int]:
+def steps_that_count(value: Tensor, is_gradient: bool) -> list[int]:
     """Of a gradient's dimensions of one element none counts."""
     found = zip(value.shape, value.stride())
     return [0 if is_gradient and size == 1 else stride for size, stride in found]
@@ -323,10 +323,10 @@ def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None
     exact = _exact(program, runs[1], runs, faults)
     for i, (a, b, e, of_theirs) in enumerate(zip(mine, theirs, *exact, strict=True)):
         is_gradient = i >= len(program.results)
-        if (a.shape, a.dtype, _strides(a, is_gradient)) != (
+        if (a.shape, a.dtype, steps_that_count(a, is_gradient)) != (
             b.shape,
             b.dtype,
-            _strides(b, is_gradient),
+            steps_that_count(b, is_gradient),
         ):
             faults.append(f"{i}: {a.shape}, {a.stride()}, {a.dtype} for {b.shape}, {b.stride()}")
             continue
