@@ -94,7 +94,7 @@ class Program:
             )
         leaves = [t for t in inputs if t.requires_grad]
         grads: Sequence[Tensor | None] = []
-        if leaves:
+        if any(y.requires_grad for y in made):  # a leaf may be read by nothing
             total = sum((_factors(y) * y).sum() for y in made)
             grads = torch.autograd.grad(total, leaves, allow_unused=True)  # type: ignore[arg-type]
         if self.rows_first:
