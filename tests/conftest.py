@@ -89,7 +89,7 @@ def fresh() -> Iterator[None]:
     torch.set_autocast_enabled("cpu", False)
 
 
-# ---- the marks each_once and each_pair -----------------------------------------------------------
+# ---- the marks each_once, each_pair and one_in ---------------------------------------------------
 
 
 def few(combinations: Sequence[tuple[int, ...]], size: int) -> set[tuple[int, ...]]:
@@ -149,8 +149,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is obeyed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What each_once and each_pair leave out is slow, and is a combination. Of a slow test all but
-    the first are.
+    """What each_once, each_pair and one_in leave out is slow, and is a combination. Of a slow test
+    all but the first are.
     """
     for size, name in enumerate(("each_once", "each_pair"), 1):
         tests: dict[str, list[pytest.Function]] = defaultdict(list)
@@ -169,9 +169,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen = few(combinations, size)
             for item, combination in zip(own, combinations):
                 if combination not in chosen:
-                    item.add_marker(pytest.mark.slow)
-                    item.add_marker(pytest.mark.combination)
+                    _leave_out(item)
+    _thin_out(items)
     _keep_share(config, items)
+
+
+def _leave_out(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.slow)
+    item.add_marker(pytest.mark.combination)
+
+
+def _thin_out(items: Sequence[pytest.Item]) -> None:
+    """Of the cases that the other marks leave, one_in(n) leaves each n-th."""
+    counts: dict[str, int] = defaultdict(int)
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if counts[test] % mark.args[0]:
+            _leave_out(item)
+        counts[test] += 1
 
 
 def _share_of(config: pytest.Config, option: str) -> tuple[int, int]:

@@ -143,6 +143,7 @@ def test_the_text_of_the_op(text: str) -> None:
     assert epilogue_of(_source(SPELLINGS[text][0])).text == text
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_the_other_site_is_grown(place: str, train: bool) -> None:
@@ -109,11 +110,13 @@ def test_the_other_site_is_grown(place: str, train: bool) -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.one_in(3)
 def test_strict_raises(place: str) -> None:
     with pytest.raises(Exception, match="our own fault"):
         compiled(_model(), **GROWTH, strict=True)(torch.randn(4, 8))
 
 
+@pytest.mark.one_in(3)
 def test_the_report_says_so(place: str) -> None:
     options = {"cpu_ops": True, **GROWTH}
     report = fx_fuser.explain(_model(), torch.randn(4, 8), options=options)

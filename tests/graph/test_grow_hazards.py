@@ -64,6 +64,7 @@ TAKEN_OF_TRAPS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TRAPS)
 def test_traps(name: str) -> None:
     with recorded() as graphs:
@@ -128,6 +129,7 @@ def test_in_place_on_an_operand_in_training() -> None:
     assert epilogues(graphs) == [SCALED]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("is_input", [False, True], ids=["intermediate", "input"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
@@ -141,6 +143,7 @@ def test_x_written_in_between(write: Callable[[Tensor], None], is_input: bool) -
     _check(body, torch.randn(4, 8), takes=ALONE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_x_written_within_the_tail(write: Callable[[Tensor], None]) -> None:
     """What comes before the write is taken."""

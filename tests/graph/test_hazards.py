@@ -400,6 +400,7 @@ def test_without_the_product_a_changing_scale_recompiles(monkeypatch: pytest.Mon
 # ---- D: double backward ---------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
 def test_double_backward_raises(pattern: str, inner: str) -> None:

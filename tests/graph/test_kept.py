@@ -77,6 +77,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], bool, set[str], set[int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_kept(case: str) -> None:
     body, learns, reported, sizes = CASES[case]
@@ -85,6 +86,7 @@ def test_what_is_kept(case: str) -> None:
     assert {n for n in saved if n > 4} == sizes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradients_are_right(case: str) -> None:
     body, learns, *_ = CASES[case]

@@ -36,6 +36,7 @@ READS: dict[str, Body] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", READS)
 def test_metadata_alone_is_no_reader(case: str, train: bool) -> None:

@@ -77,6 +77,7 @@ FORMS: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 # Evaluation of the first form by default: training computes the same values.
 @pytest.mark.each_once
 @pytest.mark.parametrize(
@@ -127,6 +128,7 @@ CONV_OPERANDS: dict[str, Callable[[], Any]] = {  # beside z of [3, 6, 6, 7]
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @train_eval
 @cases(

@@ -231,6 +231,7 @@ WRITES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("is_input", [False, True], ids=["intermediate", "input"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())

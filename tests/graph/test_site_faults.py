@@ -96,6 +96,7 @@ def told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     return value, [str(w.message) for w in caught if "fx_fuser" in str(w.message)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @grown

@@ -164,6 +164,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @modes_of_products
 @cases(PRODUCTS, every=3)
@@ -289,6 +290,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @modes
 @cases(SUMS, every=3)
@@ -366,6 +368,7 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("pattern", [MUL, ADD])

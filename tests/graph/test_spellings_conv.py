@@ -40,6 +40,7 @@ FAST = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @modes
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ FUNCTIONAL_CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @modes
 @cases(FUNCTIONAL_CONVOLUTIONS)
@@ -137,6 +139,7 @@ FUNCTIONAL_NORMS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @modes
 @cases(FUNCTIONAL_NORMS)
@@ -177,6 +180,7 @@ SCALES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @modes
 @cases(SCALES)

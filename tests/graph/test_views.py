@@ -156,6 +156,7 @@ MOVES: dict[str, tuple[Body, Tensor, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", MOVES)
@@ -287,6 +288,7 @@ STAYS: dict[str, Body] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", STAYS)
 def test_views_that_stay(case: str, train: bool) -> None:

@@ -136,6 +136,7 @@ def products(match: Any, **options: Any) -> list[str]:
     return [choices["product"] for choices in candidates(case)]
 
 
+@pytest.mark.one_in(4)
 @needs_compilers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("stride", [1, 2, (2, 2)])

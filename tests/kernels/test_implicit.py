@@ -200,6 +200,7 @@ def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
     return [choices for choices in found if choices["product"] == "implicit"]
 
 
+@pytest.mark.one_in(3)
 @needs_compilers
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("fp32", ["follow", "split", "ieee", "tf32"])

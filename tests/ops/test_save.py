@@ -69,6 +69,7 @@ def test_memory_keeps_no_product(make: Any, shape: Any, product: int, inner: str
     assert kept["memory"] < product
 
 
+@pytest.mark.one_in(2)
 @cases
 @pytest.mark.parametrize("save", ["speed", "memory"])
 def test_gradients(make: Any, shape: Any, product: int, save: str) -> None:

@@ -164,6 +164,7 @@ def test_one_warning_the_untouched_graph_and_the_right_result(
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_once
 @grown
 def test_strict_raises_the_cause(auto: bool, fault: str, recorder: Recorder) -> None:

@@ -107,6 +107,7 @@ BOTH: dict[str, Body] = {
 FAST = {"bias", "views between", "adjacent columns", "one cast twice"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "body, dtype",

@@ -20,6 +20,7 @@ from fx_fuser.passes import products, provenance
 from fx_fuser.planning import plan
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [{"auto": False}, {"patterns": []}, {"fp32": "ieee"}, {"cpu_ops": False}],
@@ -30,6 +31,7 @@ def test_options_that_leave_products_alone(options: dict[str, Any]) -> None:
     assert not any(BF16 in dtypes for _, dtypes in noted.ours) and found() == {}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plan", ["measure", "always"])
 @pytest.mark.parametrize("tail", [False, True], ids=["alone", "tail"])
 @pytest.mark.parametrize("casts", ["both", "x"])
@@ -106,6 +108,7 @@ def test_the_kernels_are_loaded_for_the_dtypes_that_are_cast(
     assert provenance.pass_for(Options(), last, ()) is None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("body", BOTH.values(), ids=BOTH.keys())
 def test_the_dtypes_that_dynamos_graph_casts(body: Body) -> None:
     seen: list[Any] = []
