@@ -30,9 +30,11 @@ struct Layout : Tiles<Shape<kShape>> {
   static constexpr bool kDrops = kDropsWeights;
   static constexpr bool kHasColumns = kPass != Pass::kQueries;  // tiles are of queries
   static constexpr bool kMultipliesBoth = true;
-  static constexpr bool kTellsUnits = false;
+  static constexpr bool kBeginsEarly = Shape<kShape>::kOf.begins_early();
+  static constexpr bool kTellsUnits = kBeginsEarly;
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
+  static constexpr bool kBeginsWithBoth = kBeginsEarly && !kMakesValues;
   static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second(kDrops && kHasColumns);
 
   struct HiOfSecond {
@@ -43,16 +45,21 @@ struct Layout : Tiles<Shape<kShape>> {
     typename Base::Rows first_lo;
     typename Base::Rows second_lo;
   };
-  struct Own : Base::template Pipeline<LoOfBoth> {
+  struct OfTiles : Base::template Pipeline<LoOfBoth> {
     alignas(16) int first_column[Base::kStaged];  // in of_queries
     // Where rows are queries, theirs lie here: 64 a warpgroup.
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
-    float2 unscale[Base::kConsumers][kAttentionRows];    // of rows: of the first, and of the second
-    uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
-    // Of a consumer's warp: what no register holds across a unit's tiles.
-    alignas(8) TilesSoFar so_far_of_warp[4 * Base::kConsumers][2];  // first, second
-    int unit_of_warp[4 * Base::kConsumers];
+    float2 unscale[Base::kConsumers][kAttentionRows];  // of rows: of the first, and of the second
+    int unit_of_warp[4 * Base::kConsumers];            // its number, which no register holds
   };
+  // In turn, as the producer has found them, since divisions take long.
+  struct WithUnits : OfTiles {
+    Unit unit[Base::kUnits];
+  };
+  struct WithExponents : OfTiles {
+    uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
+  };
+  using Own = std::conditional_t<kBeginsEarly, WithUnits, WithExponents>;
   using Shared = typename Base::template Beside<Own, kDrops>;
   // With dropout dq's pass has more in registers.
   static_assert(sizeof(Shared) <= Shape<kShape>::kOf.shared_bytes(kDrops));

@@ -6,6 +6,19 @@
 
 namespace fx_fuser::attention_split {
 
+// What the producer keeps of a tile on its way.
+struct KindOfTile {
+  static constexpr int kBits = 5;
+  uint32_t bits;
+  __device__ __forceinline__ bool is_first() const { return (bits & 1) != 0; }  // of a unit
+  // Has it few lines, beside those of tiles ahead?
+  __device__ __forceinline__ bool has_few() const { return (bits & 2) != 0; }
+  __device__ __forceinline__ int unit() const {
+    return static_cast<int>(bits / 4 % kAttentionUnits);
+  }
+};
+static_assert(4 * kAttentionUnits == 1 << KindOfTile::kBits);
+
 // Tiles in the order in which consumers want them: of each unit keys, values, the next keys.
 template <class L>
 struct Feed {
@@ -13,7 +26,7 @@ struct Feed {
   typename L::Shared& shared;
   int thread;
   int index = static_cast<int>(blockIdx.x);
-  int number = 0;  // of the block's units
+  int number = -1;  // of the block's units
   int tile = 0;
   bool of_values = false;
   // Of the unit; its divisions would take longer than half of a tile's work.
@@ -42,14 +55,18 @@ struct Feed {
       tiles = unit.tiles;
       head = unit.head_of_tiles;
       batch = unit.batch;
+      ++number;
       if constexpr (L::kTellsUnits) {
-        if (thread == 0) shared.unit[number++ % L::kUnits] = unit;
+        if (thread == 0) shared.unit[number % L::kUnits] = unit;
       }
       if (tile < tiles) break;
     }
   }
   __device__ __forceinline__ bool is_first() const { return tile == first_tile; }
   __device__ __forceinline__ bool has_few() const { return tile == few_tile && !is_first(); }
+  __device__ __forceinline__ KindOfTile kind() const {
+    return {(is_first() ? 1u : 0u) | (has_few() ? 2u : 0u) | number % L::kUnits * 4u};
+  }
   __device__ __forceinline__ void next() {
     of_values = !of_values;
     if (of_values || ++tile < tiles) return;
@@ -342,10 +359,13 @@ struct Halver {
   }
 };
 
-// By one thread. What consumers are told of a tile, and of the unit's tiles before it.
+// By one thread. What consumers are told of a tile, and of the unit's tiles up to it.
 template <class L>
 __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const OfTile& tile,
-                                     float scale, bool of_values, TilesSoFar so_far) {
+                                     float scale, bool of_values, const KindOfTile& kind) {
+  TilesSoFar& told = shared.so_far[kind.unit()][L::kMultipliesBoth && of_values];
+  TilesSoFar so_far{};
+  if (!kind.is_first() || (!L::kMultipliesBoth && of_values)) so_far = told;
   const float unscale = Scale::unscale_of(scale);
   const bool is_multiplied = L::kMultipliesBoth || !of_values;  // by rows
   float loss = 0;
@@ -361,17 +381,16 @@ __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const
   }
   float factor = L::factor_of(of_values, scale);
   if (!L::kMultipliesBoth && of_values && so_far.largest == 0) factor = kScaleOfZeros;
-  shared.so_far[L::kMultipliesBoth && of_values] = so_far;
-  shared.beside[slot] = {factor, so_far};
+  told = so_far;
+  shared.factor[slot] = factor;
 }
 
 template <class L>
 __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typename L::Shared& shared,
                                            int thread) {
   Feed<L> feed(args, shared, thread);
-  // Of the tiles that are staged two bits each: is it the first of a unit, has it few lines beside
-  // those of tiles ahead?
-  uint32_t kinds = 0;
+  uint32_t kinds = 0;  // of the tiles that are staged, a KindOfTile each
+  static_assert(L::kStaged * KindOfTile::kBits <= 32);
   int count = 0;
   const auto bring_next = [&](int slot) {
     if (!feed.has_tile()) return;
@@ -379,7 +398,7 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       if constexpr (L::kHasColumns) shared.first_column[slot] = L::column_of(args, feed);
       feed.bring(shared.staged[slot], ptx::shared_address(&shared.arrived[slot]));
     }
-    kinds |= ((feed.is_first() ? 1u : 0u) | (feed.has_few() ? 2u : 0u)) << 2 * count++;
+    kinds |= feed.kind().bits << KindOfTile::kBits * count++;
     feed.next();
   };
 #pragma unroll 1
@@ -392,10 +411,9 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
 #pragma unroll 1
   while (count > 0) {
     // What came before in this block changes no bit of a unit's result.
-    const bool is_first = (kinds & 1) != 0;
-    const bool has_few = (kinds & 2) != 0;
-    if (is_first) halver.guess = GuessedScale{};
-    kinds >>= 2;
+    const KindOfTile kind{kinds};
+    if (kind.is_first()) halver.guess = GuessedScale{};
+    kinds >>= KindOfTile::kBits;
     --count;
     ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
     AttentionQuery column{};  // on its way while halves are made
@@ -403,14 +421,10 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       if (thread < L::kKeys) column = args.of_queries[shared.first_column[staged] + thread];
     }
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot()]), pipeline.phase() ^ 1);
-    TilesSoFar so_far{};
-    if (thread == 0 && !(is_first && (L::kMultipliesBoth || !of_values))) {
-      so_far = shared.so_far[L::kMultipliesBoth && of_values];
-    }
-    const OfTile tile =
-        halver.make(pipeline.slot(), shared.staged[staged], of_values, is_first, has_few, column);
+    const OfTile tile = halver.make(pipeline.slot(), shared.staged[staged], of_values,
+                                    kind.is_first(), kind.has_few(), column);
     if (thread == 0) {
-      tell<L>(shared, pipeline.slot(), tile, halver.guess.scale, of_values, so_far);
+      tell<L>(shared, pipeline.slot(), tile, halver.guess.scale, of_values, kind);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot()]));
     }
     bring_next(staged);

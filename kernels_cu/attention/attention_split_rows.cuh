@@ -271,6 +271,13 @@ __device__ __forceinline__ void store_row(float* row, int d, const Place& place,
   }
 }
 
+// The largest magnitude of four of a thread's results of a row; a NaN only where all four are.
+template <int kSums>
+__device__ __forceinline__ float largest_of_four(const float (&sum)[kSums], int r) {
+  return fmaxf(fmaxf(fabsf(sum[2 * r]), fabsf(sum[2 * r + 1])),
+               fmaxf(fabsf(sum[2 * r + 4]), fabsf(sum[2 * r + 5])));
+}
+
 // The largest of a row's results, or a NaN. The same in a row's lanes.
 template <int kSums>
 __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r) {
@@ -343,9 +350,7 @@ struct UnitToTest {
     bool all_sure = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // The largest of four.
-      const float some = fmaxf(fmaxf(fabsf(result[2 * r]), fabsf(result[2 * r + 1])),
-                               fmaxf(fabsf(result[2 * r + 4]), fabsf(result[2 * r + 5])));
+      const float some = largest_of_four(result, r);
       all_sure &=
           attention_split::is_clearly_sure(unscale[r], args.scale, L::kRootOfD, tiles.loss, some,
                                            sum[r], columns(), tiles.largest * value_scale) |
