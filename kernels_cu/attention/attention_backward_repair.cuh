@@ -51,10 +51,11 @@ struct Repair {
       }
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r) {
-        const AttentionOfQuery query = queries[L::kHasColumns ? column : first_row + r].of;
-        weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.lse));
+        const AttentionQuery query = queries[L::kHasColumns ? column : first_row + r];
+        weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.of.lse));
+        weight[r] *= rest_of_lse(query).factor();
         // delta is too small by what the tensor core truncates, which fp32 arithmetic does not.
-        const float delta = query.delta * args.undo_truncation;
+        const float delta = query.of.delta * args.undo_truncation;
         bool drops = false;
         if constexpr (L::kDrops) {
           const int row = first_row + r;

@@ -56,9 +56,14 @@ struct Scores {
           if (Dropped<L>::has(dropped, at)) weight[t] = 0;
         }
         if constexpr (L::kMakesValues) {
-          // Not in the exponent, whose fraction it would take.
+          // 2^15: not in the exponent, whose fraction it would take.
           constexpr float kScale = 1 / Weights<L>::kUnscale;
-          const SplitPair both = split(weight[0] * kScale, weight[1] * kScale);
+          float factor[2] = {kScale, kScale};
+          if constexpr (!L::kMakesRows) {  // queries have it, times their own
+            factor[0] = of_queries.at(r, 0).delta;
+            factor[1] = of_queries.at(r, 1).delta;
+          }
+          const SplitPair both = split(weight[0] * factor[0], weight[1] * factor[1]);
           weights.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
           weights.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
         }

@@ -389,7 +389,7 @@ struct Consumer {
     const Unit done = unit_of(done_number);
     const UnitToTest<L> test(args, shared, done, done_number, Here::place(), scales);
     if constexpr (L::kBeginsEarly) begin_next(done_number);
-    store(done, d_values, d_rows);
+    store(done, test.factor, d_values, d_rows);
     if (test.is_clearly_sure(d_values, d_rows)) return;
     if (!test.is_sure(first, second, second_hi(), d_values, d_rows)) {
       const Place place = Here::place();
@@ -400,7 +400,8 @@ struct Consumer {
   }
 
   template <int kValues, int kRows>
-  __device__ __forceinline__ void store(const Unit& unit, const float (&d_values)[kValues],
+  __device__ __forceinline__ void store(const Unit& unit, const float (&of_weights)[2],
+                                        const float (&d_values)[kValues],
                                         const float (&d_rows)[kRows]) const {
     const Place place = Here::place();
 #pragma unroll
@@ -415,7 +416,7 @@ struct Consumer {
         store_row(to(args.d_values), args.d, place, r, d_values, factor);
       }
       if constexpr (L::kMakesRows) {
-        store_row(to(args.d_rows), args.d, place, r, d_rows, args.scale);
+        store_row(to(args.d_rows), args.d, place, r, d_rows, args.scale * of_weights[r]);
       }
     }
   }

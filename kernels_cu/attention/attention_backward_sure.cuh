@@ -68,7 +68,8 @@ struct UnitToTest {
   LargestScales<L> scales;
   TilesSoFar of_first;
   TilesSoFar of_second;
-  float terms[2];  // of queries; the producer has compared keys with each query's
+  float terms[2];   // of queries; the producer has compared keys with each query's
+  float factor[2];  // of queries' weights: RestOfLse's
 
   static constexpr float kLeastOfSecond = L::kHasColumns ? kLeastOperand : kLeastGradient;
 
@@ -83,10 +84,12 @@ struct UnitToTest {
     of_second = has_tiles ? told[1] : TilesSoFar{};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      terms[r] = 1;
+      terms[r] = factor[r] = 1;
       if constexpr (!L::kHasColumns) {
         const int64_t of_head = int64_t{unit.batch * args.heads + unit.head} * args.padded;
-        terms[r] = args.of_queries[of_head + place.row_of(unit, r)].terms;
+        const AttentionQuery& query = args.of_queries[of_head + place.row_of(unit, r)];
+        terms[r] = query.terms;
+        factor[r] = rest_of_lse(query).factor();
       }
     }
   }

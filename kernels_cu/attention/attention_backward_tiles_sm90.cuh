@@ -35,6 +35,9 @@ struct Layout : Tiles<Shape<kShape>> {
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
   static constexpr bool kBeginsWithBoth = kBeginsEarly && !kMakesValues;
+  // A query's weights are exp2(score - lse) times a factor near 1. Of dv and dk it goes into dO and
+  // delta, of dv alone into the scale of halves. dk alone does without.
+  static constexpr bool kScalesLines = kMakesValues && kMakesRows;
   static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second(kDrops && kHasColumns);
 
   struct HiOfSecond {
@@ -55,6 +58,7 @@ struct Layout : Tiles<Shape<kShape>> {
   // In turn, as the producer has found them, since divisions take long.
   struct WithUnits : OfTiles {
     Unit unit[Base::kUnits];
+    float factor_of_line[Base::kKeys];  // of dO's tile that the producer makes halves of
   };
   struct WithExponents : OfTiles {
     uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
@@ -86,6 +90,20 @@ struct Layout : Tiles<Shape<kShape>> {
     const int first = tile * Base::kKeys;
     const bool sees = kHasColumns || !args.is_causal || first < unit.first_row + Base::kRows;
     return first < args.column_count && sees;
+  }
+  // Of a tile of queries, by a thread of the producer.
+  template <class Beside>
+  static __device__ __forceinline__ void tell_query(Beside& shared, int slot, int column,
+                                                    const AttentionQuery& query) {
+    AttentionOfQuery& told = shared.column[slot][column];
+    told = query.of;
+    const float factor = attention_split::rest_of_lse(query).factor();
+    if constexpr (kScalesLines) {
+      told.delta *= factor;
+      shared.factor_of_line[column] = factor;
+    } else if constexpr (kMakesValues) {
+      told.delta = factor * 0x1p15f;  // in its place, which nothing reads: as halves have it
+    }
   }
   template <class Feed>
   static __device__ __forceinline__ int column_of(const Args& args, const Feed& feed) {

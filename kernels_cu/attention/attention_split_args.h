@@ -69,8 +69,8 @@ struct AttentionOfQuery {
 // Of a query, as memory has it.
 struct AttentionQuery {
   AttentionOfQuery of;
-  float terms;    // sum of |out · dO|
-  float largest;  // of |dO|
+  float terms;      // sum of |out · dO|
+  uint32_t packed;  // upper halves of two floats: the largest of |dO|, and RestOfLse's
 };
 constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
 

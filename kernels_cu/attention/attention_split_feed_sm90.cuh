@@ -136,6 +136,7 @@ struct PartsOfThread {
   int box;
   uint32_t first;
 
+  __device__ __forceinline__ uint32_t first_line() const { return first / kSpan; }
   static __device__ __forceinline__ PartsOfThread of(int thread) {
     const int warp = thread / 32;
     return {thread % 32, warp % kBoxes, warp / kBoxes * 8u * kSpan};
@@ -175,10 +176,18 @@ struct LargestHalves {
   }
 };
 
-template <class L>
+// Of a part.
+struct LinesOfPart {
+  float4 value[2];
+  float scale[2];
+};
+
+// factors: of lines, or null.
+template <class L, bool kScalesLines = false>
 __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
                                                      const typename L::StagedTile& staged,
-                                                     float scale, int thread) {
+                                                     float scale, int thread,
+                                                     const float* factors = nullptr) {
   using Parts = PartsOfThread<L>;
   const Parts parts = Parts::of(thread);
   // Pointers that move, so that all else of an address is in its instruction.
@@ -189,16 +198,30 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
     from[i] = parts.from(staged, i);
     to[i] = parts.to(tile, i);
   }
+  uint32_t factors_at = 0;
+  if constexpr (kScalesLines) {
+    factors_at = ptx::shared_address(&factors[parts.first_line() + Part::line_of(parts.lane, 0)]);
+  }
+  constexpr int kLineStep = Parts::kStep / kSpan;
   LargestHalves largest{};
-  const auto load = [&](float4(&value)[2], int steps) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) value[i] = ptx::load_shared(from[i] + steps * Parts::kStep);
-  };
-  const auto halve = [&](const float4(&value)[2], int steps) {
+  const auto load = [&](LinesOfPart& to_make, int steps) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const SplitPair left = split(value[i].x * scale, value[i].y * scale);
-      const SplitPair right = split(value[i].z * scale, value[i].w * scale);
+      to_make.value[i] = ptx::load_shared(from[i] + steps * Parts::kStep);
+      if constexpr (kScalesLines) {
+        const int line = steps * kLineStep + 2 * i;
+        to_make.scale[i] = ptx::load_shared_word(factors_at + line * sizeof(float)) * scale;
+      } else {
+        to_make.scale[i] = scale;
+      }
+    }
+  };
+  const auto halve = [&](const LinesOfPart& lines, int steps) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4& value = lines.value[i];
+      const SplitPair left = split(value.x * lines.scale[i], value.y * lines.scale[i]);
+      const SplitPair right = split(value.z * lines.scale[i], value.w * lines.scale[i]);
       largest.take(left.hi, right.hi);
       ptx::store_shared_pair(to[i] + steps * Parts::kStep, make_uint2(left.hi, right.hi));
       ptx::store_shared_pair(to[i] + steps * Parts::kStep + sizeof(tile.part[0]),
@@ -206,7 +229,7 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
     }
   };
   // The next part is on its way while one is made halves: two warps a scheduler hide no latency.
-  float4 even[2], odd[2];
+  LinesOfPart even, odd;
   load(even, 0);
 #pragma unroll 1
   for (int part = 0; part < Parts::kCount; part += 2) {
@@ -219,6 +242,7 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
       from[i] += 2 * Parts::kStep;
       to[i] += 2 * Parts::kStep;
     }
+    factors_at += 2 * kLineStep * sizeof(float);
   }
   return largest;
 }
@@ -306,6 +330,18 @@ struct Halver {
     return all;
   }
 
+  __device__ __forceinline__ LargestHalves halve(typename L::Tile& tile,
+                                                 const typename L::StagedTile& staged,
+                                                 bool of_values) const {
+    if constexpr (L::kScalesLines) {
+      // Told beside the tile ahead, which was of the same queries.
+      if (of_values) {
+        return make_halves<L, true>(tile, staged, guess.scale, thread, shared.factor_of_line);
+      }
+    }
+    return make_halves<L>(tile, staged, guess.scale, thread);
+  }
+
   // query: of tiles of queries, this thread's.
   __device__ __forceinline__ OfTile make(int slot, const typename L::StagedTile& staged,
                                          bool of_values, bool is_first, bool has_few,
@@ -319,12 +355,12 @@ struct Halver {
     OfTile found;
 #pragma unroll 1
     while (true) {
-      const LargestHalves halves = make_halves<L>(shared.tile[slot], staged, guess.scale, thread);
+      const LargestHalves halves = halve(shared.tile[slot], staged, of_values);
       holds = halves.holds_all();
       uint32_t largest = halves.largest() | (asks && !holds ? kAsks : 0);
       uint32_t strain = 0;
       if constexpr (L::kHasColumns) {
-        if (thread < L::kKeys && !of_values) shared.column[slot][thread] = query.of;
+        if (thread < L::kKeys && !of_values) L::tell_query(shared, slot, thread, query);
         if (thread < L::kKeys && of_values) {
           strain = __float_as_uint(strain_of(query, guess.scale));
         }

@@ -19,8 +19,6 @@ __device__ __forceinline__ float sum_of_row(float value) {
   return value + __shfl_xor_sync(0xFFFFFFFF, value, 2);
 }
 
-constexpr float kLn2 = 0.693147180559945309f;
-
 // Where this thread's rows are.
 struct Place {
   int consumer;
@@ -291,6 +289,26 @@ __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r
   return ptx::max_nan(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
 }
 
+// The logarithm of 2^offset · sum, rounded once: the backward takes a row's weights anew from it
+// alone. So no sum of numbers that are larger than it, and a product that is exact.
+__device__ __forceinline__ float logarithm_of(float offset, float sum) {
+  const uint32_t bits = __float_as_uint(sum);
+  const float whole = static_cast<float>(static_cast<int>(bits >> 23) - 127);
+  const float fraction = log2f(__uint_as_float((bits & 0x7FFFFF) | 0x3F800000));
+  const float most = offset + whole;
+  if (!(sum >= 0x1p-126f && sum < infinity() && fabsf(most) < infinity())) {
+    return (offset + log2f(sum)) * kLn2;
+  }
+  const float of_whole = most - offset;
+  const float lost = offset - (most - of_whole) + (whole - of_whole);
+  const float hi = most + fraction;
+  const float of_fraction = hi - most;
+  const float lo = most - (hi - of_fraction) + (fraction - of_fraction) + lost;
+  constexpr float kRestOfLn2 = static_cast<float>(0.69314718055994531 - double{kLn2});
+  const float product = hi * kLn2;
+  return product + (fmaf(hi, kLn2, -product) + fmaf(hi, kRestOfLn2, lo * kLn2));
+}
+
 __device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const Unit& unit,
                                          int query) {
   return args.lse + int64_t{head_of(args, unit)} * args.lse_rows + query;
@@ -312,11 +330,9 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
       store_row(to, args.d, place, r, result, L::kDrops ? factor * args.dropout.factor : factor);
     }
     if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
-      // Both numbers small, as the backward takes weights anew from this alone; what the offset of
-      // `take` lost is in the sum.
+      // As `take` has it, so that what it lost is in the sum.
       const float offset = state.largest[r] - Weights<L>::kExponent;
-      const float logarithm = log2f(sum[r] * Weights<L>::kUnscale);
-      const float lse = (offset + Weights<L>::kExponent + logarithm) * kLn2;
+      const float lse = logarithm_of(offset, sum[r]);
       *lse_of(args, unit, query) = is_there ? lse : -minus_infinity();
     }
   }

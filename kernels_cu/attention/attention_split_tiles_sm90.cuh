@@ -177,6 +177,7 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   static constexpr bool kHasColumns = false;
   static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
   static constexpr bool kTellsUnits = true;
+  static constexpr bool kScalesLines = false;
 
   struct LoOfQueries {
     typename Base::Rows query_lo;
