@@ -68,7 +68,8 @@ struct AttentionBackwardArgs {
   float log_scale;      // of the logits, by log2(e)
   float scale_of_sums;  // as AttentionSplitArgs'
   float undo_truncation;
-  float scale;  // with dropout's factor, as all that is made of weights is without
+  float scale;            // with dropout's factor, as all that is made of weights is without
+  float scale_of_values;  // of dv, likewise, and of what the tensor core has added up
   int32_t d;
   int32_t row_count;
   int32_t column_count;    // rows of tiles

@@ -412,8 +412,7 @@ struct Consumer {
         return row_at(rows, unit.batch, unit.head, row);
       };
       if constexpr (L::kMakesValues) {
-        const float factor = L::kDrops ? args.dropout.factor : 1;
-        store_row(to(args.d_values), args.d, place, r, d_values, factor);
+        store_row(to(args.d_values), args.d, place, r, d_values, args.scale_of_values);
       }
       if constexpr (L::kMakesRows) {
         store_row(to(args.d_rows), args.d, place, r, d_rows, args.scale * of_weights[r]);

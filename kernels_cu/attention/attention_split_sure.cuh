@@ -17,7 +17,7 @@
 
 namespace fx_fuser::attention_split {
 
-constexpr float kLost = 0x1p-25f;      // of a scaled value
+constexpr float kLost = 0x1p-25f;  // of a scaled value
 constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kBearable = 0x1p-20f;  // of what is compared: random errors are less by far
 
