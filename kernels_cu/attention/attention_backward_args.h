@@ -23,7 +23,7 @@ struct AttentionBackwardShape {
         (tiles.words() + 15) / 16 * 16 + (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
         (tiles.slots * tiles.keys + tiles.rows()) * 8 + tiles.consumers * 4 * 4 /*a warp's unit*/ +
         (begins_early() ? AttentionShape::units_bytes() + tiles.keys * 4 /*factors*/
-                        : tiles.rows());
+                        : 0);
     return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns +
            tiles.dropped_bytes(drops);
   }

@@ -122,7 +122,6 @@ struct Consumer {
         const int row = place.row + 8 * r;
         shared.unscale[here][row] =
             make_float2(first.unscale[r], L::kMakesRows ? second.unscale[r] : 0);
-        if constexpr (!L::kBeginsEarly) shared.exponent[here][row] = 0;
         if constexpr (!L::kHasColumns) shared.column[here][row] = of_rows[r];
       }
     }
@@ -265,7 +264,7 @@ struct Consumer {
   // Of a tile at a time: a turn for what is made of rows, one for each gradient.
   template <int kValues, int kRows>
   __device__ __forceinline__ void add_tiles(const Unit& unit, float (&d_values)[kValues],
-                                            float (&d_rows)[kRows], LargestScales<L>& largest) {
+                                            float (&d_rows)[kRows], LargestScales& largest) {
 #pragma unroll 1
     for (int tile = unit.first_tile; L::has_tile(args, unit, tile); ++tile) {
       const State of_first = pipeline;  // keys for q, queries for k
@@ -291,7 +290,7 @@ struct Consumer {
       }
       if constexpr (L::kMakesRows) {
         add_in_turn(d_rows, gradient, of_first, unscale[0], unscale[1]);
-        largest.take(shared, Here::place(), unscale);
+        largest.take(unscale);
       }
     }
   }
@@ -300,8 +299,7 @@ struct Consumer {
   // others' turns is for what is done with scores.
   template <int kValues, int kRows>
   __device__ __forceinline__ void add_tiles_ahead(const Unit& unit, float (&d_values)[kValues],
-                                                  float (&d_rows)[kRows],
-                                                  LargestScales<L>& largest) {
+                                                  float (&d_rows)[kRows], LargestScales& largest) {
     if (!L::has_tile(args, unit, unit.first_tile)) return;
     State of_first = pipeline;
     pipeline.advance();
@@ -318,7 +316,7 @@ struct Consumer {
       Weights<L> gradient;
       float unscale[2];
       weigh(of_first, second_factor, scores, weights, gradient, unscale);
-      largest.take(shared, Here::place(), unscale);
+      largest.take(unscale);
       const bool has_next = L::has_tile(args, unit, tile + 1);
       const State next_first = pipeline;
       State next_second = pipeline;
@@ -378,7 +376,7 @@ struct Consumer {
     for (float& one : d_values) one = 0;
 #pragma unroll
     for (float& one : d_rows) one = 0;
-    LargestScales<L> scales;
+    LargestScales scales;
     if constexpr (L::kBeginsEarly) {
       add_tiles_ahead(unit, d_values, d_rows, scales);
     } else {

@@ -29,33 +29,16 @@ __device__ __forceinline__ float lost_of_values(float loss) {
 }
 
 // Of a thread's rows: the largest factors, of all tiles, that undo scales of G.
-template <class L>
 struct LargestScales {
-  uint32_t both = 0;  // their upper halves, where there is a register
+  uint32_t both = 0;  // their upper halves, in one register
 
   // A row's four lanes have the same.
-  __device__ __forceinline__ void take(typename L::Shared& shared, const Place& place,
-                                       const float (&unscale)[2]) {
-    if constexpr (L::kBeginsEarly) {
-      const uint32_t of_tile =
-          __byte_perm(__float_as_uint(unscale[0]), __float_as_uint(unscale[1]), 0x7632);
-      both = ptx::larger_words(both, of_tile);
-    } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint8_t& exponent = shared.exponent[place.consumer][place.row + 8 * r];
-        exponent = max(uint32_t{exponent}, __float_as_uint(unscale[r]) >> 23);
-      }
-    }
+  __device__ __forceinline__ void take(const float (&unscale)[2]) {
+    const uint32_t of_tile =
+        __byte_perm(__float_as_uint(unscale[0]), __float_as_uint(unscale[1]), 0x7632);
+    both = ptx::larger_words(both, of_tile);
   }
-  __device__ __forceinline__ uint32_t exponent(const typename L::Shared& shared, const Place& place,
-                                               int r) const {
-    if constexpr (L::kBeginsEarly) {
-      return both >> (16 * r + 7) & 0xFF;
-    } else {
-      return shared.exponent[place.consumer][place.row + 8 * r];
-    }
-  }
+  __device__ __forceinline__ uint32_t exponent(int r) const { return both >> (16 * r + 7) & 0xFF; }
 };
 
 // A warp's gradients, and what is known of its unit's tiles when it ends.
@@ -65,7 +48,7 @@ struct UnitToTest {
   const typename L::Shared& shared;
   const Unit& unit;
   Place place;
-  LargestScales<L> scales;
+  LargestScales scales;
   TilesSoFar of_first;
   TilesSoFar of_second;
   float terms[2];   // of queries; the producer has compared keys with each query's
@@ -75,8 +58,7 @@ struct UnitToTest {
 
   __device__ __forceinline__ UnitToTest(const AttentionBackwardArgs& given,
                                         const typename L::Shared& shared_memory, const Unit& of,
-                                        int number, const Place& here,
-                                        const LargestScales<L>& largest)
+                                        int number, const Place& here, const LargestScales& largest)
       : args(given), shared(shared_memory), unit(of), place(here), scales(largest) {
     const bool has_tiles = unit.first_tile < unit.tiles;
     const TilesSoFar(&told)[2] = shared.so_far[number % L::kUnits];
@@ -122,7 +104,7 @@ struct UnitToTest {
       bool is_row_sure = (Scale::largest_of(of_row.x) >= kLeastOperand) &
                          (of_row.x * args.log_scale * of_first.loss <= kBearableLoss);
       if constexpr (L::kMakesRows) {
-        const float of_scales = __uint_as_float(scales.exponent(shared, place, r) << 23);
+        const float of_scales = __uint_as_float(scales.exponent(r) << 23);
         const float lost = fmaf(of_scales, of_tiles, kSubnormal);
         is_row_sure &= (Scale::largest_of(of_row.y) >= kLeastOfSecond) &
                        (of_row.y * of_second.loss <= kBearableLoss * terms[r]) &
@@ -154,10 +136,9 @@ struct UnitToTest {
       if constexpr (L::kMakesRows) {
         is_row_sure &= is_product_sure(of_row.y, 1, second_squares[r], kLeastOfSecond,
                                        of_second.loss, kBearable * terms[r]);
-        is_row_sure &=
-            is_result_sure(largest_in_row(d_rows, r),
-                           lost_of_gradients(scales.exponent(shared, place, r), of_first.loss,
-                                             of_first.largest, columns()));
+        is_row_sure &= is_result_sure(
+            largest_in_row(d_rows, r),
+            lost_of_gradients(scales.exponent(r), of_first.loss, of_first.largest, columns()));
       }
       if constexpr (L::kMakesValues) {
         is_row_sure &= is_result_sure(largest_in_row(d_values, r), lost_of_values(of_second.loss));

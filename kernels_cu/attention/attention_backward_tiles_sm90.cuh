@@ -60,10 +60,7 @@ struct Layout : Tiles<Shape<kShape>> {
     Unit unit[Base::kUnits];
     float factor_of_line[Base::kKeys];  // of dO's tile that the producer makes halves of
   };
-  struct WithExponents : OfTiles {
-    uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
-  };
-  using Own = std::conditional_t<kBeginsEarly, WithUnits, WithExponents>;
+  using Own = std::conditional_t<kBeginsEarly, WithUnits, OfTiles>;
   using Shared = typename Base::template Beside<Own, kDrops>;
   // With dropout dq's pass has more in registers.
   static_assert(sizeof(Shared) <= Shape<kShape>::kOf.shared_bytes(kDrops));
