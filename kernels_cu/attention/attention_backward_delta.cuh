@@ -55,9 +55,9 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   if (is_there) {
     const float natural = args.lse[int64_t{head} * args.lse_rows + query];
     lse = natural * kLog2OfE;
-    if (fabsf(lse) < infinity()) {
-      rest = fmaf(natural, kLog2OfE, -lse) + natural * kRestOfLog2OfE;
-    }
+    rest = fmaf(natural, kLog2OfE, -lse) + natural * kRestOfLog2OfE;
+    // Of what is larger no factor is near 1; of infinities it is a NaN.
+    if (!(fabsf(rest) < 0x1p-8f)) rest = 0;
   }
   // What truncation took of out is given back, and as much taken as of dO vᵀ, from which delta is
   // subtracted: where values have a mean, nearly all of both cancels.

@@ -290,7 +290,7 @@ __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r
 }
 
 // The logarithm of 2^offset · sum, rounded once: the backward takes a row's weights anew from it
-// alone. So no sum of numbers that are larger than it, and a product that is exact.
+// alone.
 __device__ __forceinline__ float logarithm_of(float offset, float sum) {
   const uint32_t bits = __float_as_uint(sum);
   const float whole = static_cast<float>(static_cast<int>(bits >> 23) - 127);
@@ -305,8 +305,7 @@ __device__ __forceinline__ float logarithm_of(float offset, float sum) {
   const float of_fraction = hi - most;
   const float lo = most - (hi - of_fraction) + (fraction - of_fraction) + lost;
   constexpr float kRestOfLn2 = static_cast<float>(0.69314718055994531 - double{kLn2});
-  const float product = hi * kLn2;
-  return product + (fmaf(hi, kLn2, -product) + fmaf(hi, kRestOfLn2, lo * kLn2));
+  return fmaf(hi, kLn2, fmaf(hi, kRestOfLn2, lo * kLn2));
 }
 
 __device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const Unit& unit,
