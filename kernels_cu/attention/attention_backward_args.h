@@ -12,14 +12,18 @@ struct AttentionBackwardShape {
   AttentionShape tiles;
   bool apart;  // dv has a pass of its own
 
+  // Where registers hold more: the next unit's rows are loaded beside the end of one, and a
+  // consumer's products of two tiles follow each other.
+  constexpr bool begins_early() const { return tiles.d <= 64; }
   // Where registers are too few, hi of dO or v is in shared memory, as lo of all rows is.
   constexpr bool keeps_second(bool drops) const { return tiles.d <= 64 && !drops; }
   constexpr int shared_bytes(bool drops) const {
     const int rows_bytes = tiles.rows() * tiles.d * 2 * (keeps_second(drops) ? 2 : 3);
-    const int columns = (tiles.words() + 15) / 16 * 16 +
-                        (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
-                        (tiles.slots * tiles.keys + tiles.rows()) * 8 + tiles.rows() /*exponent*/ +
-                        tiles.consumers * 4 * 20 /*of a warp*/;
+    const int columns =
+        (tiles.words() + 15) / 16 * 16 + (tiles.staged * 4 /*first column*/ + 15) / 16 * 16 +
+        (tiles.slots * tiles.keys + tiles.rows()) * 8 + tiles.consumers * 4 * 4 /*a warp's unit*/ +
+        (begins_early() ? AttentionShape::units_bytes() + tiles.keys * 4 /*factors*/
+                        : 0);
     return rows_bytes + (tiles.slots + tiles.staged) * tiles.tile_bytes() + columns +
            tiles.dropped_bytes(drops);
   }
@@ -64,7 +68,8 @@ struct AttentionBackwardArgs {
   float log_scale;      // of the logits, by log2(e)
   float scale_of_sums;  // as AttentionSplitArgs'
   float undo_truncation;
-  float scale;  // with dropout's factor, as all that is made of weights is without
+  float scale;            // with dropout's factor, as all that is made of weights is without
+  float scale_of_values;  // of dv, likewise, and of what the tensor core has added up
   int32_t d;
   int32_t row_count;
   int32_t column_count;    // rows of tiles

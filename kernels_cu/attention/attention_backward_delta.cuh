@@ -47,15 +47,24 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
     if (may_be_nothing && are_all_dropped(args.dropout, head, query, seen)) terms = infinity();
   }
   if (lane != 0) return;
+  // By log2(e) in two floats, so that it is not rounded once more.
   constexpr float kLog2OfE = 1.44269504088896341f;
-  const float lse =
-      is_there ? args.lse[int64_t{head} * args.lse_rows + query] * kLog2OfE : -minus_infinity();
+  constexpr float kRestOfLog2OfE = static_cast<float>(1.4426950408889634 - double{kLog2OfE});
+  float lse = -minus_infinity();
+  float rest = 0;
+  if (is_there) {
+    const float natural = args.lse[int64_t{head} * args.lse_rows + query];
+    lse = natural * kLog2OfE;
+    rest = fmaf(natural, kLog2OfE, -lse) + natural * kRestOfLog2OfE;
+    // Of what is larger no factor is near 1; of infinities it is a NaN.
+    if (!(fabsf(rest) < 0x1p-8f)) rest = 0;
+  }
   // What truncation took of out is given back, and as much taken as of dO vᵀ, from which delta is
   // subtracted: where values have a mean, nearly all of both cancels.
   const auto terms_of_out = static_cast<float>(min(seen, kAttentionPromoted));
   const float change = terms_of_out * args.truncated_by_key - args.d_weights_truncated;
   const float delta = fabsf(sum) < infinity() ? fmaf(sum, change, sum) : sum;
-  args.of_queries[index] = {{lse, delta}, terms, largest};
+  args.of_queries[index] = {{lse, delta}, terms, pack(largest, RestOfLse::of(rest))};
 }
 
 }  // namespace fx_fuser::attention_backward

@@ -1,5 +1,4 @@
-// Of the backward of attention by fp16 halves: are a warp's gradients as exact as fp32
-// arithmetic's (attention_split_sure.cuh), and how they are made again, in fp32.
+// Of the backward of attention by fp16 halves: how a warp's gradients are made again, in fp32.
 #pragma once
 
 #include "attention/attention_backward_tiles_sm90.cuh"
@@ -8,24 +7,6 @@
 namespace fx_fuser::attention_backward {
 
 using namespace attention_split;
-
-// What G k, or Gᵀ q, has lost, of as many terms as there are columns. exponent: of the largest
-// factor that undoes a scale of the row's G, 1 where G is nothing at all; loss, largest: of the
-// tiles.
-__device__ __forceinline__ float lost_of_gradients(uint32_t exponent, float loss, float largest,
-                                                   float columns) {
-  constexpr float kOfGradient = 0x1p-39f;  // of a row's largest, as halves have it
-  constexpr float kSubnormal = 0x1p-112f;  // of sums by two factors
-  if (exponent <= 1 || largest == 0) return 0;
-  const float above = 2 * Scale::largest_of(__uint_as_float(exponent << 23));
-  return above * sqrtf(columns) * (kLost * loss + kOfGradient * largest) + kSubnormal;
-}
-
-// What Pᵀ dO has lost; the producer has seen to each dO. Not what weights lose, 2^-40 of 1: a key
-// that all queries disregard has a gradient that is nothing beside the others', and is common.
-__device__ __forceinline__ float lost_of_values(float loss) {
-  return loss < infinity() ? 0 : infinity();
-}
 
 template <class L>
 struct Repair {
@@ -70,10 +51,11 @@ struct Repair {
       }
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r) {
-        const AttentionOfQuery query = queries[L::kHasColumns ? column : first_row + r].of;
-        weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.lse));
+        const AttentionQuery query = queries[L::kHasColumns ? column : first_row + r];
+        weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.of.lse));
+        weight[r] *= rest_of_lse(query).factor();
         // delta is too small by what the tensor core truncates, which fp32 arithmetic does not.
-        const float delta = query.delta * args.undo_truncation;
+        const float delta = query.of.delta * args.undo_truncation;
         bool drops = false;
         if constexpr (L::kDrops) {
           const int row = first_row + r;

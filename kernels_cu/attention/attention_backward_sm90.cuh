@@ -22,93 +22,12 @@
 
 #include "attention/attention_backward_delta.cuh"
 #include "attention/attention_backward_repair.cuh"
+#include "attention/attention_backward_scores_sm90.cuh"
+#include "attention/attention_backward_sure.cuh"
 #include "attention/attention_split_feed_sm90.cuh"
 #include "attention/attention_split_products_sm90.cuh"
 
 namespace fx_fuser::attention_backward {
-
-// ---- of each score ------------------------------------------------------------------------------
-
-// P and G, for a warpgroup's rows and a tile.
-template <class L>
-struct Scores {
-  float score[L::kScores];
-  float other[L::kMakesRows ? L::kScores : 1];  // D, then G
-  float score_unscale[2];
-  float other_unscale[2];
-
-  // Causal keys see queries from their own on.
-  __device__ __forceinline__ void hide_below(const Place& place, const int (&first)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int left = first[r] - 2 * place.c;
-#pragma unroll
-      for (int i = 0; i < L::kScores; i += 4) {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          if (2 * i + t < left) score[i + 2 * r + t] = minus_infinity();
-        }
-      }
-    }
-  }
-
-  // query_of(i): of the eight columns from 2i on.
-  template <class QueryOf>
-  __device__ __forceinline__ void make(typename L::Shared& shared, const QueryOf& query_of,
-                                       Weights<L>& weights, float (&largest)[2]) {
-#pragma unroll
-    for (int i = 0; i < L::kScores; i += 4) {
-      const auto of_queries = query_of(i);
-      uint32_t dropped = 0;
-      if constexpr (L::kDrops) dropped = Dropped<L>::word_of(shared, i / 32);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float weight[2];
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const int at = i + 2 * r + t;
-          const AttentionOfQuery query = of_queries.at(r, t);
-          weight[t] = ptx::exp2(fmaf(score[at], score_unscale[r], -query.lse));
-          if constexpr (L::kMakesRows) {
-            const float less = fmaf(other[at], other_unscale[r], -query.delta);
-            other[at] = weight[t] * (Dropped<L>::has(dropped, at) ? -query.delta : less);
-            largest[r] = fmaxf(largest[r], fabsf(other[at]));
-          }
-          if (Dropped<L>::has(dropped, at)) weight[t] = 0;
-        }
-        if constexpr (L::kMakesValues) {
-          // Not in the exponent, whose fraction it would take.
-          constexpr float kScale = 1 / Weights<L>::kUnscale;
-          const SplitPair both = split(weight[0] * kScale, weight[1] * kScale);
-          weights.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
-          weights.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
-        }
-      }
-    }
-  }
-
-  // G as halves; what undoes its scale.
-  __device__ __forceinline__ void halve(const float (&largest)[2], Weights<L>& gradient,
-                                        float (&unscale)[2]) {
-    float scale[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Scale of_row = Scale::of(largest_of_row(largest[r]));
-      scale[r] = of_row.scale;
-      unscale[r] = of_row.unscale;
-    }
-#pragma unroll
-    for (int i = 0; i < L::kScores; i += 4) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int at = i + 2 * r;
-        const SplitPair both = split(other[at] * scale[r], other[at + 1] * scale[r]);
-        gradient.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
-        gradient.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
-      }
-    }
-  }
-};
 
 // ---- consumers ----------------------------------------------------------------------------------
 
@@ -121,6 +40,8 @@ struct Consumer {
   State pipeline;
   RowHalves<L::kD, true, false> first;              // q or k
   RowHalves<L::kD, L::kKeepsSecond, false> second;  // dO or v
+  RowValues<L::kD> values[2];                       // the same, on their way
+  AttentionOfQuery of_rows[2];                      // where rows are queries
 
   __device__ __forceinline__ void wait(const State& at) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.slot()]), at.phase());
@@ -134,75 +55,82 @@ struct Consumer {
   __device__ __forceinline__ int& unit_of_warp() const {
     return shared.unit_of_warp[ptx::thread_index() / 32];
   }
-  __device__ __forceinline__ TilesSoFar& so_far_of_warp(bool second) const {
-    return shared.so_far_of_warp[ptx::thread_index() / 32][second];
+  __device__ __forceinline__ bool has_unit(int number) const {
+    return static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x) < args.units;
   }
-  // unscale: of G's rows. A row's four lanes have the same.
-  __device__ __forceinline__ void keep_largest(const float (&unscale)[2]) const {
-    const Place place = Here::place();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      uint8_t& exponent = shared.exponent[place.consumer][place.row + 8 * r];
-      exponent = max(uint32_t{exponent}, __float_as_uint(unscale[r]) >> 23);
+  // The producer has told of it ahead of the last tile of the unit before.
+  __device__ __forceinline__ Unit unit_of(int number) const {
+    if constexpr (L::kTellsUnits) {
+      if (number > 0) return shared.unit[number % L::kUnits];
     }
-  }
-  // What is known of the tile, and of those before it, for the unit's end: no register holds it.
-  __device__ __forceinline__ void keep(bool second, const State& at) const {
-    const uint32_t from = ptx::shared_address(&shared.beside[at.slot()].all);
-    const uint32_t to = ptx::shared_address(&so_far_of_warp(second));
-    // All lanes have the same; one alone takes registers at dk's products, and saves some at dq's.
-    if (L::kHasColumns || ptx::thread_index() % 32 == 0) {
-      ptx::store_shared_pair(to, ptx::load_shared_pair(from));
-    }
+    return L::unit_at(args, static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x));
   }
   __device__ __forceinline__ const void* second_hi() const {
     if constexpr (!L::kKeepsSecond) return shared.second_hi.of[Here::consumer()];
     return nullptr;
   }
 
-  __device__ __forceinline__ void load(const Unit& unit) {
+  __device__ __forceinline__ void bring(const Unit& unit, int which) {
     const Place place = Here::place();
     const int head = unit.head / args.heads_of_rows;
-    const auto load_one = [&](auto& halves, const AttentionRows& rows, const void* hi,
-                              const void* lo) {
-      const float* from[2];
+    const float* from[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = place.row_of(unit, r);
-        from[r] = row < args.row_count ? row_at(rows, unit.batch, head, row) : nullptr;
-      }
-      const uint32_t hi_at = hi == nullptr ? 0 : ptx::shared_address(hi);
-      halves.load(from, args.d, place, hi_at, ptx::shared_address(lo));
-    };
-    load_one(first, args.rows[0], nullptr, shared.first_lo.of[Here::consumer()]);
-    if constexpr (L::kMakesRows) {
-      load_one(second, args.rows[1], second_hi(), shared.second_lo.of[Here::consumer()]);
+    for (int r = 0; r < 2; ++r) {
+      const int row = place.row_of(unit, r);
+      from[r] = row < args.row_count ? row_at(args.rows[which], unit.batch, head, row) : nullptr;
     }
-    // To shared memory, since only each tile needs them, and registers are few.
-    if (place.c == 0) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        shared.unscale[Here::consumer()][place.row + 8 * r] =
-            make_float2(first.unscale[r], L::kMakesRows ? second.unscale[r] : 0);
-        shared.exponent[Here::consumer()][place.row + 8 * r] = 0;
-      }
-    }
+    values[which].load(from, args.d, place);
+  }
+  __device__ __forceinline__ void bring_queries(const Unit& unit) {
     if constexpr (!L::kHasColumns) {
       const int64_t of_head = int64_t{unit.batch * args.heads + unit.head} * args.padded;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const AttentionOfQuery query = args.of_queries[of_head + place.row_of(unit, r)].of;
-        if (place.c == 0) shared.column[place.consumer][place.row + 8 * r] = query;
+        of_rows[r] = args.of_queries[of_head + Here::place().row_of(unit, r)].of;
+      }
+    }
+  }
+  // Its rows are on their way.
+  __device__ __forceinline__ void begin(const Unit& unit) {
+    bring(unit, 0);
+    if constexpr (L::kBeginsWithBoth) bring(unit, 1);
+    bring_queries(unit);
+  }
+
+  __device__ __forceinline__ void begin_next(int number) {
+    values[0] = values[1] = {};  // so that none of the last unit lives on
+    of_rows[0] = of_rows[1] = {};
+    if (has_unit(number + 1)) begin(unit_of(number + 1));
+  }
+
+  __device__ __forceinline__ void make_halves(const Unit& unit) {
+    const Place place = Here::place();
+    const int here = Here::consumer();
+    if constexpr (!L::kBeginsEarly) bring(unit, 0);
+    if constexpr (L::kBeginsEarly && !L::kBeginsWithBoth) bring(unit, 1);
+    first.make(values[0], place, 0, ptx::shared_address(shared.first_lo.of[here]));
+    if constexpr (L::kMakesRows) {
+      if constexpr (!L::kBeginsEarly) bring(unit, 1);
+      second.make(values[1], place, L::kKeepsSecond ? 0 : ptx::shared_address(second_hi()),
+                  ptx::shared_address(shared.second_lo.of[here]));
+    }
+    if constexpr (!L::kBeginsEarly) bring_queries(unit);
+    // To shared memory, since only each tile needs them, and registers are few.
+    if (place.c == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = place.row + 8 * r;
+        shared.unscale[here][row] =
+            make_float2(first.unscale[r], L::kMakesRows ? second.unscale[r] : 0);
+        if constexpr (!L::kHasColumns) shared.column[here][row] = of_rows[r];
       }
     }
     first.publish(place);
   }
 
   // S of the first tile, and D of the second.
-  __device__ __forceinline__ void multiply_rows(const State& of_first, const State& of_second,
-                                                Scores<L>& scores) {
-    wait(of_first);
-    if constexpr (L::kMakesRows) wait(of_second);
+  __device__ __forceinline__ void issue_rows(const State& of_first, const State& of_second,
+                                             Scores<L>& scores) {
     // Pinned, else ptxas moves what made them between the products, and serialises those.
     ptx::pin(scores.score);
     first.pin();
@@ -210,7 +138,6 @@ struct Consumer {
       ptx::pin(scores.other);
       second.pin();
     }
-    Here::turns().take();
     ptx::wgmma_fence();
     issue_scores(scores.score, first, nullptr, shared.first_lo.of[Here::consumer()],
                  shared.tile[of_first.slot()]);
@@ -219,10 +146,28 @@ struct Consumer {
                    shared.tile[of_second.slot()]);
     }
     ptx::wgmma_commit();
-    Here::turns().pass();
+  }
+  __device__ __forceinline__ void wait_for_rows(Scores<L>& scores) const {
     ptx::wgmma_wait<0>();
     ptx::pin(scores.score);
     if constexpr (L::kMakesRows) ptx::pin(scores.other);
+  }
+  __device__ __forceinline__ void multiply_rows(const Unit& unit, int tile, const State& of_first,
+                                                const State& of_second, Scores<L>& scores) {
+    find_dropped(unit, tile);  // beside another consumer's products
+    wait(of_first);
+    if constexpr (L::kMakesRows) wait(of_second);
+    Here::turns().take();
+    issue_rows(of_first, of_second, scores);
+    Here::turns().pass();
+    wait_for_rows(scores);
+  }
+  __device__ __forceinline__ void find_dropped(const Unit& unit, int tile) const {
+    if constexpr (L::kDrops) {
+      const Place place = Here::place();
+      Dropped<L>::find(shared, args.dropout, head_of(args, unit), place.g, place.c,
+                       place.row_of(unit, 0), tile * L::kKeys);
+    }
   }
 
   __device__ __forceinline__ void hide(const Unit& unit, int tile, Scores<L>& scores) const {
@@ -257,7 +202,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t at = unscale_at + 8 * r * sizeof(float2);
-      const float of_tile = shared.beside[of_first.slot()].factor * args.scale_of_sums;
+      const float of_tile = shared.factor[of_first.slot()] * args.scale_of_sums;
       // Where it is nothing at all, a hidden score must stay an infinity.
       scores.score_unscale[r] = fmaxf(ptx::load_shared_word(at) * of_tile, 0x1p-126f);
       if constexpr (L::kMakesRows) {
@@ -286,136 +231,175 @@ struct Consumer {
     if constexpr (L::kMakesRows) scores.halve(largest, gradient, unscale);
   }
 
-  // sum += weights · tile, with its scale undone, and those of rows.
-  __device__ __forceinline__ void add_product(float (&sum)[L::kSums], Weights<L>& weights,
-                                              bool second, const State& at, float left,
-                                              float right) {
-    keep(second, at);
-    const float of_tile = shared.beside[at.slot()].factor;
-    const float unscale[2] = {left * of_tile, right * of_tile};
-    float product[L::kSums];
+  // product = weights · tile
+  __device__ __forceinline__ void issue_product(float (&product)[L::kSums], Weights<L>& weights,
+                                                const State& at) const {
     ptx::pin(product);
     weights.pin();
-    Here::turns().take();
     ptx::wgmma_fence();
     issue_results<L>(product, weights, shared.tile[at.slot()]);
     ptx::wgmma_commit();
+  }
+  // With scales undone, those of rows and of the tile.
+  static __device__ __forceinline__ void add_product(float (&sum)[L::kSums],
+                                                     const float (&product)[L::kSums],
+                                                     const float (&unscale)[2]) {
+#pragma unroll
+    for (int i = 0; i < L::kSums; ++i) sum[i] = fmaf(product[i], unscale[i / 2 % 2], sum[i]);
+  }
+  __device__ __forceinline__ void add_in_turn(float (&sum)[L::kSums], Weights<L>& weights,
+                                              const State& at, float left, float right) const {
+    const float of_tile = shared.factor[at.slot()];
+    const float unscale[2] = {left * of_tile, right * of_tile};
+    float product[L::kSums];
+    Here::turns().take();
+    issue_product(product, weights, at);
     Here::turns().pass();
     ptx::wgmma_wait<0>();
     ptx::pin(product);
     release(at);
-#pragma unroll
-    for (int i = 0; i < L::kSums; ++i) sum[i] = fmaf(product[i], unscale[i / 2 % 2], sum[i]);
+    add_product(sum, product, unscale);
   }
 
-  __device__ __forceinline__ void run(int index) {
-    const Unit unit = L::unit_at(args, index);
-    __syncwarp();  // all lanes have read what is written over
-    if (threadIdx.x % 32 == 0) {
-      unit_of_warp() = index;
-      so_far_of_warp(false) = so_far_of_warp(true) = TilesSoFar{};
-    }
-    load(unit);
-    float d_values[L::kMakesValues ? L::kSums : 1];
-    float d_rows[L::kMakesRows ? L::kSums : 1];
-#pragma unroll
-    for (float& one : d_values) one = 0;
-#pragma unroll
-    for (float& one : d_rows) one = 0;
+  // Of a tile at a time: a turn for what is made of rows, one for each gradient.
+  template <int kValues, int kRows>
+  __device__ __forceinline__ void add_tiles(const Unit& unit, float (&d_values)[kValues],
+                                            float (&d_rows)[kRows], LargestScales& largest) {
 #pragma unroll 1
     for (int tile = unit.first_tile; L::has_tile(args, unit, tile); ++tile) {
       const State of_first = pipeline;  // keys for q, queries for k
       pipeline.advance();
       const State of_second = pipeline;  // values for dO, dO for v
       pipeline.advance();
-      if constexpr (L::kDrops) {  // beside another consumer's products
-        const Place place = Here::place();
-        Dropped<L>::find(shared, args.dropout, head_of(args, unit), place.g, place.c,
-                         place.row_of(unit, 0), tile * L::kKeys);
-      }
       Scores<L> scores;
-      multiply_rows(of_first, of_second, scores);
-      const float second_factor = L::kMakesRows ? shared.beside[of_second.slot()].factor : 0;
-      if constexpr (!L::kMakesValues) {
-        keep(true, of_second);
-        release(of_second);
-      }
+      multiply_rows(unit, tile, of_first, of_second, scores);
+      const float second_factor = L::kMakesRows ? shared.factor[of_second.slot()] : 0;
+      if constexpr (!L::kMakesValues) release(of_second);
       hide(unit, tile, scores);
       Weights<L> weights;
       Weights<L> gradient;
       float unscale[2];
       weigh(of_first, second_factor, scores, weights, gradient, unscale);
       if constexpr (!L::kMakesRows) {
-        keep(false, of_first);
         release(of_first);
         wait(of_second);
       }
       if constexpr (L::kMakesValues) {
         constexpr float kUnscale = Weights<L>::kUnscale;
-        add_product(d_values, weights, true, of_second, kUnscale, kUnscale);
+        add_in_turn(d_values, weights, of_second, kUnscale, kUnscale);
       }
       if constexpr (L::kMakesRows) {
-        add_product(d_rows, gradient, false, of_first, unscale[0], unscale[1]);
-        keep_largest(unscale);
+        add_in_turn(d_rows, gradient, of_first, unscale[0], unscale[1]);
+        largest.take(unscale);
       }
     }
+  }
+
+  // A turn has the gradients of a tile, then the scores of the next one: all the time of the
+  // others' turns is for what is done with scores.
+  template <int kValues, int kRows>
+  __device__ __forceinline__ void add_tiles_ahead(const Unit& unit, float (&d_values)[kValues],
+                                                  float (&d_rows)[kRows], LargestScales& largest) {
+    if (!L::has_tile(args, unit, unit.first_tile)) return;
+    State of_first = pipeline;
+    pipeline.advance();
+    State of_second = pipeline;
+    pipeline.advance();
+    Scores<L> scores;
+    multiply_rows(unit, unit.first_tile, of_first, of_second, scores);
+#pragma unroll 1
+    for (int tile = unit.first_tile;; ++tile) {
+      const float second_factor = shared.factor[of_second.slot()];
+      if constexpr (!L::kMakesValues) release(of_second);
+      hide(unit, tile, scores);
+      Weights<L> weights;
+      Weights<L> gradient;
+      float unscale[2];
+      weigh(of_first, second_factor, scores, weights, gradient, unscale);
+      largest.take(unscale);
+      const bool has_next = L::has_tile(args, unit, tile + 1);
+      const State next_first = pipeline;
+      State next_second = pipeline;
+      next_second.advance();
+      if (has_next) {
+        wait(next_first);
+        wait(next_second);
+      }
+      Here::turns().take();
+      float of_values[L::kMakesValues ? L::kSums : 1];
+      if constexpr (L::kMakesValues) {
+        issue_product(of_values, weights, of_second);
+        ptx::wgmma_wait<0>();
+        ptx::pin(of_values);
+      }
+      float product[L::kSums];
+      issue_product(product, gradient, of_first);
+      if constexpr (L::kMakesValues) {
+        constexpr float kUnscale = Weights<L>::kUnscale;
+        const float of_both = kUnscale * second_factor;
+        release(of_second);
+        add_product(d_values, of_values, {of_both, of_both});
+      }
+      ptx::wgmma_wait<0>();
+      ptx::pin(product);
+      const auto pass_and_add = [&] {
+        Here::turns().pass();
+        // Read behind a barrier, else ptxas moves the sums ahead of the scores' products.
+        const float of_tile = shared.factor[of_first.slot()];
+        release(of_first);
+        add_product(d_rows, product, {unscale[0] * of_tile, unscale[1] * of_tile});
+      };
+      if (!has_next) {  // products that run in one branch alone would be serialised
+        pass_and_add();
+        break;
+      }
+      issue_rows(next_first, next_second, scores);
+      pass_and_add();
+      find_dropped(unit, tile + 1);
+      wait_for_rows(scores);
+      of_first = next_first;
+      of_second = next_second;
+      pipeline = next_second;
+      pipeline.advance();
+    }
+  }
+
+  // The block's unit of this number.
+  __device__ __forceinline__ void run(int number) {
+    __syncwarp();  // all lanes have read what is written over
+    if (threadIdx.x % 32 == 0) unit_of_warp() = number;
+    const Unit unit = unit_of(number);
+    make_halves(unit);
+    float d_values[L::kMakesValues ? L::kSums : 1];
+    float d_rows[L::kMakesRows ? L::kSums : 1];
+#pragma unroll
+    for (float& one : d_values) one = 0;
+#pragma unroll
+    for (float& one : d_rows) one = 0;
+    LargestScales scales;
+    if constexpr (L::kBeginsEarly) {
+      add_tiles_ahead(unit, d_values, d_rows, scales);
+    } else {
+      add_tiles(unit, d_values, d_rows, scales);
+    }
     // Found anew, so that no register holds it meanwhile.
-    const Unit done = L::unit_at(args, unit_of_warp());
-    store(done, d_values, d_rows);
-    if (!is_sure(done, d_values, d_rows)) {
+    const int done_number = unit_of_warp();
+    const Unit done = unit_of(done_number);
+    const UnitToTest<L> test(args, shared, done, done_number, Here::place(), scales);
+    if constexpr (L::kBeginsEarly) begin_next(done_number);
+    store(done, test.factor, d_values, d_rows);
+    if (test.is_clearly_sure(d_values, d_rows)) return;
+    if (!test.is_sure(first, second, second_hi(), d_values, d_rows)) {
       const Place place = Here::place();
       Repair<L>{args, done}.run(place.row_of(done, 0) - place.g);
     }
-  }
-
-  // Are all gradients of the warp? The last tiles' words are of all of the unit's.
-  template <int kValues, int kRows>
-  __device__ __forceinline__ bool is_sure(const Unit& unit, const float (&d_values)[kValues],
-                                          const float (&d_rows)[kRows]) const {
-    const Place place = Here::place();
-    const auto columns = static_cast<float>(max(unit.tiles - unit.first_tile, 0) * L::kKeys);
-    __syncwarp();  // what lanes have kept
-    const TilesSoFar of_first = so_far_of_warp(false);
-    const TilesSoFar of_second = so_far_of_warp(true);
-    float first_squares[2];
-    float second_squares[2];
-    first.squares(place, 0, first_squares);
-    if constexpr (L::kMakesRows) {
-      const uint32_t hi_at = L::kKeepsSecond ? 0 : ptx::shared_address(second_hi());
-      second.squares(place, hi_at, second_squares);
-    }
-    bool sure = true;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = place.row_of(unit, r);
-      const float2 unscale = shared.unscale[place.consumer][place.row + 8 * r];
-      bool of_row = is_product_sure(unscale.x * args.log_scale, args.log_scale, first_squares[r],
-                                    kLeastOperand, of_first.loss, kBearable);
-      if constexpr (L::kMakesRows) {
-        // Of keys the producer has compared with each query's terms.
-        float terms = 1;
-        if constexpr (!L::kHasColumns) {
-          const int64_t of_head = int64_t{unit.batch * args.heads + unit.head} * args.padded;
-          terms = args.of_queries[of_head + row].terms;
-        }
-        const float least = L::kHasColumns ? kLeastOperand : kLeastGradient;
-        of_row &= is_product_sure(unscale.y, 1, second_squares[r], least, of_second.loss,
-                                  kBearable * terms);
-        const uint32_t exponent = shared.exponent[place.consumer][place.row + 8 * r];
-        of_row &=
-            is_result_sure(largest_in_row(d_rows, r),
-                           lost_of_gradients(exponent, of_first.loss, of_first.largest, columns));
-      }
-      if constexpr (L::kMakesValues) {
-        of_row &= is_result_sure(largest_in_row(d_values, r), lost_of_values(of_second.loss));
-      }
-      sure &= of_row || row >= args.row_count;
-    }
-    return __all_sync(0xFFFFFFFF, sure);
+    // Anew, so that no register holds it meanwhile.
+    if constexpr (L::kBeginsEarly) begin_next(unit_of_warp());
   }
 
   template <int kValues, int kRows>
-  __device__ __forceinline__ void store(const Unit& unit, const float (&d_values)[kValues],
+  __device__ __forceinline__ void store(const Unit& unit, const float (&of_weights)[2],
+                                        const float (&d_values)[kValues],
                                         const float (&d_rows)[kRows]) const {
     const Place place = Here::place();
 #pragma unroll
@@ -426,11 +410,10 @@ struct Consumer {
         return row_at(rows, unit.batch, unit.head, row);
       };
       if constexpr (L::kMakesValues) {
-        const float factor = L::kDrops ? args.dropout.factor : 1;
-        store_row(to(args.d_values), args.d, place, r, d_values, factor);
+        store_row(to(args.d_values), args.d, place, r, d_values, args.scale_of_values);
       }
       if constexpr (L::kMakesRows) {
-        store_row(to(args.d_rows), args.d, place, r, d_rows, args.scale);
+        store_row(to(args.d_rows), args.d, place, r, d_rows, args.scale * of_weights[r]);
       }
     }
   }
@@ -454,11 +437,13 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
     feed_tiles<L>(args, shared, static_cast<int>(threadIdx.x) - L::kConsumers * kWarpgroup);
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
-    Consumer<L> consumer{args, shared, {}, {}, {}};
+    Consumer<L> consumer{args, shared, {}, {}, {}, {}, {}};
     Consumer<L>::Here::turns().begin();
-    for (int index = static_cast<int>(blockIdx.x); index < args.units;) {
-      consumer.run(index);
-      index = consumer.unit_of_warp() + static_cast<int>(gridDim.x);
+    // There are as many units as blocks, or more.
+    if constexpr (L::kBeginsEarly) consumer.begin(consumer.unit_of(0));
+    for (int number = 0; consumer.has_unit(number);) {
+      consumer.run(number);
+      number = consumer.unit_of_warp() + 1;
     }
     Consumer<L>::Here::turns().end();
   }

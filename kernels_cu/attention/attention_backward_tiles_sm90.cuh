@@ -30,9 +30,14 @@ struct Layout : Tiles<Shape<kShape>> {
   static constexpr bool kDrops = kDropsWeights;
   static constexpr bool kHasColumns = kPass != Pass::kQueries;  // tiles are of queries
   static constexpr bool kMultipliesBoth = true;
-  static constexpr bool kTellsUnits = false;
+  static constexpr bool kBeginsEarly = Shape<kShape>::kOf.begins_early();
+  static constexpr bool kTellsUnits = kBeginsEarly;
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
+  static constexpr bool kBeginsWithBoth = kBeginsEarly && !kMakesValues;
+  // A query's weights are exp2(score - lse) times a factor near 1. Of dv and dk it goes into dO and
+  // delta, of dv alone into the scale of halves. dk alone does without.
+  static constexpr bool kScalesLines = kMakesValues && kMakesRows;
   static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second(kDrops && kHasColumns);
 
   struct HiOfSecond {
@@ -43,16 +48,19 @@ struct Layout : Tiles<Shape<kShape>> {
     typename Base::Rows first_lo;
     typename Base::Rows second_lo;
   };
-  struct Own : Base::template Pipeline<LoOfBoth> {
+  struct OfTiles : Base::template Pipeline<LoOfBoth> {
     alignas(16) int first_column[Base::kStaged];  // in of_queries
     // Where rows are queries, theirs lie here: 64 a warpgroup.
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
-    float2 unscale[Base::kConsumers][kAttentionRows];    // of rows: of the first, and of the second
-    uint8_t exponent[Base::kConsumers][kAttentionRows];  // of what undoes the scale of a row's G
-    // Of a consumer's warp: what no register holds across a unit's tiles.
-    alignas(8) TilesSoFar so_far_of_warp[4 * Base::kConsumers][2];  // first, second
-    int unit_of_warp[4 * Base::kConsumers];
+    float2 unscale[Base::kConsumers][kAttentionRows];  // of rows: of the first, and of the second
+    int unit_of_warp[4 * Base::kConsumers];            // its number, which no register holds
   };
+  // In turn, as the producer has found them, since divisions take long.
+  struct WithUnits : OfTiles {
+    Unit unit[Base::kUnits];
+    float factor_of_line[Base::kKeys];  // of dO's tile that the producer makes halves of
+  };
+  using Own = std::conditional_t<kBeginsEarly, WithUnits, OfTiles>;
   using Shared = typename Base::template Beside<Own, kDrops>;
   // With dropout dq's pass has more in registers.
   static_assert(sizeof(Shared) <= Shape<kShape>::kOf.shared_bytes(kDrops));
@@ -79,6 +87,20 @@ struct Layout : Tiles<Shape<kShape>> {
     const int first = tile * Base::kKeys;
     const bool sees = kHasColumns || !args.is_causal || first < unit.first_row + Base::kRows;
     return first < args.column_count && sees;
+  }
+  // Of a tile of queries, by a thread of the producer.
+  template <class Beside>
+  static __device__ __forceinline__ void tell_query(Beside& shared, int slot, int column,
+                                                    const AttentionQuery& query) {
+    AttentionOfQuery& told = shared.column[slot][column];
+    told = query.of;
+    const float factor = attention_split::rest_of_lse(query).factor();
+    if constexpr (kScalesLines) {
+      told.delta *= factor;
+      shared.factor_of_line[column] = factor;
+    } else if constexpr (kMakesValues) {
+      told.delta = factor * 0x1p15f;  // in its place, which nothing reads: as halves have it
+    }
   }
   template <class Feed>
   static __device__ __forceinline__ int column_of(const Args& args, const Feed& feed) {

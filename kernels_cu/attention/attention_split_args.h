@@ -13,7 +13,7 @@ constexpr int kAttentionSpanBytes = 128;  // a line of shared memory, one swizzl
 constexpr int kAttentionWarpgroup = 128;
 // Keys whose p v the tensor core adds up, ahead of fp32 sums.
 constexpr int kAttentionPromoted = 64;
-constexpr int kAttentionUnits = 8;  // of a block, that consumers are told of
+constexpr int kAttentionUnits = 8;  // of a block, of which consumers are told
 
 // A block has `consumers` warpgroups that multiply, and `producers` that make halves of keys and
 // values.
@@ -32,16 +32,17 @@ struct AttentionShape {
   // Where registers are too few for both halves of the queries, lo is in shared memory.
   constexpr bool keeps_lo() const { return d <= 64; }
   constexpr int queries_bytes() const { return keeps_lo() ? 0 : rows() * d * 2; }
-  // Bytes of barriers, and of what is known of tiles.
+  // Bytes of barriers, and of what is known of tiles and of units.
   constexpr int words() const {
-    return slots * (2 * 8 /*barriers*/ + 16 /*beside*/) + 2 * 8 /*so far*/ + staged * 8 +
-           2 * 2 * 4 * 4 * producers /*largest, strain*/;
+    return slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + kAttentionUnits * 2 * 8 /*so far*/ +
+           staged * 8 + 2 * 2 * 4 * 4 * producers /*largest, strain*/;
   }
+  static constexpr int units_bytes() { return kAttentionUnits * 7 * 4; }
   // A bit a score.
   constexpr int dropped_bytes(bool drops) const { return drops ? rows() * keys / 8 : 0; }
   constexpr int shared_bytes(bool drops) const {
     return (slots + staged) * tile_bytes() + queries_bytes() + (words() + 15) / 16 * 16 +
-           kAttentionUnits * 7 * 4 + dropped_bytes(drops);
+           units_bytes() + dropped_bytes(drops);
   }
 };
 
@@ -68,8 +69,8 @@ struct AttentionOfQuery {
 // Of a query, as memory has it.
 struct AttentionQuery {
   AttentionOfQuery of;
-  float terms;    // sum of |out · dO|
-  float largest;  // of |dO|
+  float terms;      // sum of |out · dO|
+  uint32_t packed;  // upper halves of two floats: the largest of |dO|, and RestOfLse's
 };
 constexpr int kAttentionQueryFloats = sizeof(AttentionQuery) / sizeof(float);
 

@@ -6,6 +6,19 @@
 
 namespace fx_fuser::attention_split {
 
+// What the producer keeps of a tile on its way.
+struct KindOfTile {
+  static constexpr int kBits = 5;
+  uint32_t bits;
+  __device__ __forceinline__ bool is_first() const { return (bits & 1) != 0; }  // of a unit
+  // Has it few lines, beside those of tiles ahead?
+  __device__ __forceinline__ bool has_few() const { return (bits & 2) != 0; }
+  __device__ __forceinline__ int unit() const {
+    return static_cast<int>(bits / 4 % kAttentionUnits);
+  }
+};
+static_assert(4 * kAttentionUnits == 1 << KindOfTile::kBits);
+
 // Tiles in the order in which consumers want them: of each unit keys, values, the next keys.
 template <class L>
 struct Feed {
@@ -13,7 +26,7 @@ struct Feed {
   typename L::Shared& shared;
   int thread;
   int index = static_cast<int>(blockIdx.x);
-  int number = 0;  // of the block's units
+  int number = -1;  // of the block's units
   int tile = 0;
   bool of_values = false;
   // Of the unit; its divisions would take longer than half of a tile's work.
@@ -42,14 +55,18 @@ struct Feed {
       tiles = unit.tiles;
       head = unit.head_of_tiles;
       batch = unit.batch;
+      ++number;
       if constexpr (L::kTellsUnits) {
-        if (thread == 0) shared.unit[number++ % L::kUnits] = unit;
+        if (thread == 0) shared.unit[number % L::kUnits] = unit;
       }
       if (tile < tiles) break;
     }
   }
   __device__ __forceinline__ bool is_first() const { return tile == first_tile; }
   __device__ __forceinline__ bool has_few() const { return tile == few_tile && !is_first(); }
+  __device__ __forceinline__ KindOfTile kind() const {
+    return {(is_first() ? 1u : 0u) | (has_few() ? 2u : 0u) | number % L::kUnits * 4u};
+  }
   __device__ __forceinline__ void next() {
     of_values = !of_values;
     if (of_values || ++tile < tiles) return;
@@ -119,6 +136,7 @@ struct PartsOfThread {
   int box;
   uint32_t first;
 
+  __device__ __forceinline__ uint32_t first_line() const { return first / kSpan; }
   static __device__ __forceinline__ PartsOfThread of(int thread) {
     const int warp = thread / 32;
     return {thread % 32, warp % kBoxes, warp / kBoxes * 8u * kSpan};
@@ -158,10 +176,18 @@ struct LargestHalves {
   }
 };
 
-template <class L>
+// Of a part.
+struct LinesOfPart {
+  float4 value[2];
+  float scale[2];
+};
+
+// factors: of lines, or null.
+template <class L, bool kScalesLines = false>
 __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
                                                      const typename L::StagedTile& staged,
-                                                     float scale, int thread) {
+                                                     float scale, int thread,
+                                                     const float* factors = nullptr) {
   using Parts = PartsOfThread<L>;
   const Parts parts = Parts::of(thread);
   // Pointers that move, so that all else of an address is in its instruction.
@@ -172,16 +198,30 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
     from[i] = parts.from(staged, i);
     to[i] = parts.to(tile, i);
   }
+  uint32_t factors_at = 0;
+  if constexpr (kScalesLines) {
+    factors_at = ptx::shared_address(&factors[parts.first_line() + Part::line_of(parts.lane, 0)]);
+  }
+  constexpr int kLineStep = Parts::kStep / kSpan;
   LargestHalves largest{};
-  const auto load = [&](float4(&value)[2], int steps) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) value[i] = ptx::load_shared(from[i] + steps * Parts::kStep);
-  };
-  const auto halve = [&](const float4(&value)[2], int steps) {
+  const auto load = [&](LinesOfPart& to_make, int steps) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const SplitPair left = split(value[i].x * scale, value[i].y * scale);
-      const SplitPair right = split(value[i].z * scale, value[i].w * scale);
+      to_make.value[i] = ptx::load_shared(from[i] + steps * Parts::kStep);
+      if constexpr (kScalesLines) {
+        const int line = steps * kLineStep + 2 * i;
+        to_make.scale[i] = ptx::load_shared_word(factors_at + line * sizeof(float)) * scale;
+      } else {
+        to_make.scale[i] = scale;
+      }
+    }
+  };
+  const auto halve = [&](const LinesOfPart& lines, int steps) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4& value = lines.value[i];
+      const SplitPair left = split(value.x * lines.scale[i], value.y * lines.scale[i]);
+      const SplitPair right = split(value.z * lines.scale[i], value.w * lines.scale[i]);
       largest.take(left.hi, right.hi);
       ptx::store_shared_pair(to[i] + steps * Parts::kStep, make_uint2(left.hi, right.hi));
       ptx::store_shared_pair(to[i] + steps * Parts::kStep + sizeof(tile.part[0]),
@@ -189,7 +229,7 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
     }
   };
   // The next part is on its way while one is made halves: two warps a scheduler hide no latency.
-  float4 even[2], odd[2];
+  LinesOfPart even, odd;
   load(even, 0);
 #pragma unroll 1
   for (int part = 0; part < Parts::kCount; part += 2) {
@@ -202,6 +242,7 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
       from[i] += 2 * Parts::kStep;
       to[i] += 2 * Parts::kStep;
     }
+    factors_at += 2 * kLineStep * sizeof(float);
   }
   return largest;
 }
@@ -289,6 +330,18 @@ struct Halver {
     return all;
   }
 
+  __device__ __forceinline__ LargestHalves halve(typename L::Tile& tile,
+                                                 const typename L::StagedTile& staged,
+                                                 bool of_values) const {
+    if constexpr (L::kScalesLines) {
+      // Told beside the tile ahead, which was of the same queries.
+      if (of_values) {
+        return make_halves<L, true>(tile, staged, guess.scale, thread, shared.factor_of_line);
+      }
+    }
+    return make_halves<L>(tile, staged, guess.scale, thread);
+  }
+
   // query: of tiles of queries, this thread's.
   __device__ __forceinline__ OfTile make(int slot, const typename L::StagedTile& staged,
                                          bool of_values, bool is_first, bool has_few,
@@ -302,12 +355,12 @@ struct Halver {
     OfTile found;
 #pragma unroll 1
     while (true) {
-      const LargestHalves halves = make_halves<L>(shared.tile[slot], staged, guess.scale, thread);
+      const LargestHalves halves = halve(shared.tile[slot], staged, of_values);
       holds = halves.holds_all();
       uint32_t largest = halves.largest() | (asks && !holds ? kAsks : 0);
       uint32_t strain = 0;
       if constexpr (L::kHasColumns) {
-        if (thread < L::kKeys && !of_values) shared.column[slot][thread] = query.of;
+        if (thread < L::kKeys && !of_values) L::tell_query(shared, slot, thread, query);
         if (thread < L::kKeys && of_values) {
           strain = __float_as_uint(strain_of(query, guess.scale));
         }
@@ -342,10 +395,13 @@ struct Halver {
   }
 };
 
-// By one thread. What consumers are told of a tile, and of the unit's tiles before it.
+// By one thread. What consumers are told of a tile, and of the unit's tiles up to it.
 template <class L>
 __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const OfTile& tile,
-                                     float scale, bool of_values, TilesSoFar so_far) {
+                                     float scale, bool of_values, const KindOfTile& kind) {
+  TilesSoFar& told = shared.so_far[kind.unit()][L::kMultipliesBoth && of_values];
+  TilesSoFar so_far{};
+  if (!kind.is_first() || (!L::kMultipliesBoth && of_values)) so_far = told;
   const float unscale = Scale::unscale_of(scale);
   const bool is_multiplied = L::kMultipliesBoth || !of_values;  // by rows
   float loss = 0;
@@ -361,17 +417,16 @@ __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const
   }
   float factor = L::factor_of(of_values, scale);
   if (!L::kMultipliesBoth && of_values && so_far.largest == 0) factor = kScaleOfZeros;
-  shared.so_far[L::kMultipliesBoth && of_values] = so_far;
-  shared.beside[slot] = {factor, so_far};
+  told = so_far;
+  shared.factor[slot] = factor;
 }
 
 template <class L>
 __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typename L::Shared& shared,
                                            int thread) {
   Feed<L> feed(args, shared, thread);
-  // Of the tiles that are staged two bits each: is it the first of a unit, has it few lines beside
-  // those of tiles ahead?
-  uint32_t kinds = 0;
+  uint32_t kinds = 0;  // of the tiles that are staged, a KindOfTile each
+  static_assert(L::kStaged * KindOfTile::kBits <= 32);
   int count = 0;
   const auto bring_next = [&](int slot) {
     if (!feed.has_tile()) return;
@@ -379,7 +434,7 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       if constexpr (L::kHasColumns) shared.first_column[slot] = L::column_of(args, feed);
       feed.bring(shared.staged[slot], ptx::shared_address(&shared.arrived[slot]));
     }
-    kinds |= ((feed.is_first() ? 1u : 0u) | (feed.has_few() ? 2u : 0u)) << 2 * count++;
+    kinds |= feed.kind().bits << KindOfTile::kBits * count++;
     feed.next();
   };
 #pragma unroll 1
@@ -392,10 +447,9 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
 #pragma unroll 1
   while (count > 0) {
     // What came before in this block changes no bit of a unit's result.
-    const bool is_first = (kinds & 1) != 0;
-    const bool has_few = (kinds & 2) != 0;
-    if (is_first) halver.guess = GuessedScale{};
-    kinds >>= 2;
+    const KindOfTile kind{kinds};
+    if (kind.is_first()) halver.guess = GuessedScale{};
+    kinds >>= KindOfTile::kBits;
     --count;
     ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
     AttentionQuery column{};  // on its way while halves are made
@@ -403,14 +457,10 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
       if (thread < L::kKeys) column = args.of_queries[shared.first_column[staged] + thread];
     }
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot()]), pipeline.phase() ^ 1);
-    TilesSoFar so_far{};
-    if (thread == 0 && !(is_first && (L::kMultipliesBoth || !of_values))) {
-      so_far = shared.so_far[L::kMultipliesBoth && of_values];
-    }
-    const OfTile tile =
-        halver.make(pipeline.slot(), shared.staged[staged], of_values, is_first, has_few, column);
+    const OfTile tile = halver.make(pipeline.slot(), shared.staged[staged], of_values,
+                                    kind.is_first(), kind.has_few(), column);
     if (thread == 0) {
-      tell<L>(shared, pipeline.slot(), tile, halver.guess.scale, of_values, so_far);
+      tell<L>(shared, pipeline.slot(), tile, halver.guess.scale, of_values, kind);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot()]));
     }
     bring_next(staged);

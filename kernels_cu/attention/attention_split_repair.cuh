@@ -175,7 +175,7 @@ __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, c
     const float factor = L::kDrops ? args.dropout.factor : 1;
     out.store(row_at(args.out, unit.batch, unit.head, query), args.d, r, factor / sum[r]);
     if (args.lse == nullptr || lane != 0) continue;
-    *lse_of(args, unit, query) = (largest[r] + log2f(sum[r])) * kLn2;
+    *lse_of(args, unit, query) = logarithm_of(largest[r], sum[r]);
   }
 }
 

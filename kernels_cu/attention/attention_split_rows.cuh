@@ -19,8 +19,6 @@ __device__ __forceinline__ float sum_of_row(float value) {
   return value + __shfl_xor_sync(0xFFFFFFFF, value, 2);
 }
 
-constexpr float kLn2 = 0.693147180559945309f;
-
 // Where this thread's rows are.
 struct Place {
   int consumer;
@@ -271,6 +269,13 @@ __device__ __forceinline__ void store_row(float* row, int d, const Place& place,
   }
 }
 
+// The largest magnitude of four of a thread's results of a row; a NaN only where all four are.
+template <int kSums>
+__device__ __forceinline__ float largest_of_four(const float (&sum)[kSums], int r) {
+  return fmaxf(fmaxf(fabsf(sum[2 * r]), fabsf(sum[2 * r + 1])),
+               fmaxf(fabsf(sum[2 * r + 4]), fabsf(sum[2 * r + 5])));
+}
+
 // The largest of a row's results, or a NaN. The same in a row's lanes.
 template <int kSums>
 __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r) {
@@ -282,6 +287,25 @@ __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r
   }
   largest = ptx::max_nan(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
   return ptx::max_nan(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+}
+
+// The logarithm of 2^offset · sum, rounded once: the backward takes a row's weights anew from it
+// alone.
+__device__ __forceinline__ float logarithm_of(float offset, float sum) {
+  const uint32_t bits = __float_as_uint(sum);
+  const float whole = static_cast<float>(static_cast<int>(bits >> 23) - 127);
+  const float fraction = log2f(__uint_as_float((bits & 0x7FFFFF) | 0x3F800000));
+  const float most = offset + whole;
+  if (!(sum >= 0x1p-126f && sum < infinity() && fabsf(most) < infinity())) {
+    return (offset + log2f(sum)) * kLn2;
+  }
+  const float of_whole = most - offset;
+  const float lost = offset - (most - of_whole) + (whole - of_whole);
+  const float hi = most + fraction;
+  const float of_fraction = hi - most;
+  const float lo = most - (hi - of_fraction) + (fraction - of_fraction) + lost;
+  constexpr float kRestOfLn2 = static_cast<float>(0.69314718055994531 - double{kLn2});
+  return fmaf(hi, kLn2, fmaf(hi, kRestOfLn2, lo * kLn2));
 }
 
 __device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const Unit& unit,
@@ -305,11 +329,9 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
       store_row(to, args.d, place, r, result, L::kDrops ? factor * args.dropout.factor : factor);
     }
     if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
-      // Both numbers small, as the backward takes weights anew from this alone; what the offset of
-      // `take` lost is in the sum.
+      // As `take` has it, so that what it lost is in the sum.
       const float offset = state.largest[r] - Weights<L>::kExponent;
-      const float logarithm = log2f(sum[r] * Weights<L>::kUnscale);
-      const float lse = (offset + Weights<L>::kExponent + logarithm) * kLn2;
+      const float lse = logarithm_of(offset, sum[r]);
       *lse_of(args, unit, query) = is_there ? lse : -minus_infinity();
     }
   }
@@ -343,9 +365,7 @@ struct UnitToTest {
     bool all_sure = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // The largest of four.
-      const float some = fmaxf(fmaxf(fabsf(result[2 * r]), fabsf(result[2 * r + 1])),
-                               fmaxf(fabsf(result[2 * r + 4]), fabsf(result[2 * r + 5])));
+      const float some = largest_of_four(result, r);
       all_sure &=
           attention_split::is_clearly_sure(unscale[r], args.scale, L::kRootOfD, tiles.loss, some,
                                            sum[r], columns(), tiles.largest * value_scale) |

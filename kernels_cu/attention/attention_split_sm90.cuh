@@ -95,7 +95,6 @@ struct Consumer {
     RowState state;
     state.clear();
     float value_scale = 1;
-    TilesSoFar tiles{};
     float result[L::kSums];
 #pragma unroll
     for (float& one : result) one = 0;
@@ -112,7 +111,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // Where it is nothing at all, a hidden score must stay an infinity.
-        unscale[r] = fmaxf(query.unscale[r] * shared.beside[pipeline.slot()].factor, 0x1p-126f);
+        unscale[r] = fmaxf(query.unscale[r] * shared.factor[pipeline.slot()], 0x1p-126f);
       }
       // Pinned, else ptxas moves what made them between the products, and serialises those.
       ptx::pin(score);
@@ -144,7 +143,7 @@ struct Consumer {
       state.template take<L>(shared, score, unscale, weights);
 
       wait();
-      const float scale = shared.beside[pipeline.slot()].factor;
+      const float scale = shared.factor[pipeline.slot()];
 #pragma unroll
       for (float& one : state.rescale) one *= scale * Scale::unscale_of(value_scale);
       value_scale = scale;
@@ -163,11 +162,11 @@ struct Consumer {
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (auto& part : product) ptx::pin(part);
-      tiles = shared.beside[pipeline.slot()].all;
       release();
       add_up<L>(result, product, state.rescale);  // beside another consumer's products
     }
     const Unit done = unit();  // no register holds it across the tiles
+    const TilesSoFar tiles = shared.so_far[nth % L::kUnits][0];
     if constexpr (L::kBeginsEarly) begin_next();
     const Place at_end = Here::place();
     const float sum[2] = {sum_of_row(state.sum[0]), sum_of_row(state.sum[1])};

@@ -17,7 +17,8 @@
 
 namespace fx_fuser::attention_split {
 
-constexpr float kLost = 0x1p-25f;      // of a scaled value
+constexpr float kLost = 0x1p-25f;  // of a scaled value
+constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kBearable = 0x1p-20f;  // of what is compared: random errors are less by far
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
@@ -28,10 +29,32 @@ __device__ __forceinline__ bool loses(float largest, float scale) {
   return largest > 0 && largest * scale < kLost / kBearable;
 }
 
+// What lse by log2(e) is, beside the float that is nearest to it: a query's weights are this factor
+// times exp2(score - lse). Eight bits of what it is beside 1 are more than its float has.
+struct RestOfLse {
+  float beside_one;
+
+  static __device__ __forceinline__ RestOfLse of(float rest) { return {rest * -kLn2}; }
+  __device__ __forceinline__ float factor() const { return 1 + beside_one; }
+};
+
+// Both are cut off, the largest not to zero.
+__device__ __forceinline__ uint32_t pack(float largest, const RestOfLse& rest) {
+  const uint32_t bits = __float_as_uint(largest);
+  return max(bits >> 16, min(bits, 1u)) | (__float_as_uint(rest.beside_one) & 0xFFFF0000);
+}
+__device__ __forceinline__ float largest_d_out(const AttentionQuery& query) {
+  return __uint_as_float(query.packed << 16);
+}
+__device__ __forceinline__ RestOfLse rest_of_lse(const AttentionQuery& query) {
+  return {__uint_as_float(query.packed & 0xFFFF0000)};
+}
+
 // OfTile's strain, of a query whose dO is in a tile with this scale.
 __device__ __forceinline__ float strain_of(const AttentionQuery& query, float scale) {
-  if (query.largest == 0) return 0;
-  const bool fits = !loses(query.largest, scale) && query.terms > 0;
+  const float largest = largest_d_out(query);
+  if (largest == 0) return 0;
+  const bool fits = !loses(largest, scale) && query.terms > 0;
   return fits ? ptx::reciprocal(query.terms) : infinity();
 }
 

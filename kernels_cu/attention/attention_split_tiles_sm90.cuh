@@ -27,17 +27,13 @@ constexpr int kTurnBarrier = 1;     // and those of the further consumers
 constexpr int kQueriesBarrier = 4;  // likewise
 constexpr int kProducerBarrier = 7;
 
-// What a producer tells of a tile. All but the factor: of the unit's tiles so far, so that the last
-// one's are of all. attention_split_sure.cuh has their use.
+// What a producer tells of a unit's tiles so far, in the end of all. attention_split_sure.cuh has
+// its use.
 struct alignas(8) TilesSoFar {
   // What halves lose of products of rows with them; infinite where they do not fit. The forward's
   // is of keys and of values.
   float loss;
   float largest;  // magnitude; the forward's is of values
-};
-struct alignas(16) BesideTile {
-  float factor;  // undoes the scale of keys, or is that of values
-  TilesSoFar all;
 };
 // Of values that are nothing but zeros so far; 0 undoes it.
 constexpr float kScaleOfZeros = 0x1p127f;
@@ -53,6 +49,8 @@ struct Tiles {
   static constexpr int kProducerThreads = kProducers * kWarpgroup;
   static constexpr int kStaged = kIs.staged;
   static constexpr int kSlots = kIs.slots;
+  static constexpr int kUnits = kAttentionUnits;
+  static_assert(kUnits >= (kStaged + kSlots + 1) / 2 + 2);
   static constexpr int kSums = kD / 2;       // of a thread: its rows' results
   static constexpr int kScores = kKeys / 2;  // of a thread and tile
   static constexpr int kSpans = kD / kHalves;
@@ -88,11 +86,13 @@ struct Tiles {
     // Read by whole vectors, so that they share none with what others write.
     uint32_t largest[2][4 * kProducers];  // of a producer's warp
     uint32_t strain[2][4 * kProducers];   // likewise, as OfTile has it
-    BesideTile beside[kSlots];
-    TilesSoFar so_far[2];  // as the producer has told it; in the backward of keys and of values
+    // Of units in turn; in the backward of keys and of values. The producer is ahead by the tiles
+    // that there are, of which a unit has two at least, so that it writes over none that is in use.
+    TilesSoFar so_far[kUnits][2];
     uint64_t full[kSlots];
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
+    float factor[kSlots];  // of a tile: undoes the scale of keys, or is that of values
   };
   // Where weights are dropped: Dropped's words of consumers' threads.
   template <class Own>
@@ -177,20 +177,18 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   static constexpr bool kHasColumns = false;
   static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
   static constexpr bool kTellsUnits = true;
+  static constexpr bool kScalesLines = false;
 
   struct LoOfQueries {
     typename Base::Rows query_lo;
   };
   struct Nothing {};
-  // In turn, as the producer has found them, since divisions take long. It is ahead by the tiles
-  // that there are, of which a unit has two at least, so that it writes over none that is in use.
-  static constexpr int kUnits = kAttentionUnits;
-  static_assert(kUnits >= (Base::kStaged + Base::kSlots + 1) / 2 + 2);
+  // In turn, as the producer has found them, since divisions take long.
   struct Own : Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>> {
-    Unit unit[kUnits];
+    Unit unit[Base::kUnits];
   };
   using Shared = typename Base::template Beside<Own, kDrops>;
-  static_assert(sizeof(Shared) == Base::kIs.shared_bytes(kDrops));
+  static_assert(sizeof(Shared) <= Base::kIs.shared_bytes(kDrops));
 
   // The longest units come first.
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {

@@ -123,6 +123,15 @@ __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+// Of each of two numbers of 16 bits the larger one.
+__device__ __forceinline__ uint32_t larger_words(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 // ---- wgmma (9.7.15) -----------------------------------------------------------------------------
 
 // Ahead of the first wgmma, and wherever its registers were touched since the last.

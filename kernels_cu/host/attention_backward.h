@@ -146,6 +146,7 @@ struct AttentionGradients {
     args.scale_of_sums = static_cast<float>(scale * kLog2OfE * (1 + truncated_by(q.size(3))));
     args.undo_truncation = static_cast<float>(1 / (1 - d_weights_truncated_by(q.size(3))));
     args.scale = static_cast<float>(scale * told.factor);
+    args.scale_of_values = static_cast<float>(told.factor * (1 + truncated_by(kAttentionPromoted)));
     args.d = static_cast<int32_t>(q.size(3));
     args.row_count = static_cast<int32_t>(first.size(2));
     args.column_count = static_cast<int32_t>(first_tiles.size(2));

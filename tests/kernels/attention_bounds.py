@@ -49,7 +49,7 @@ class _Case:
         rounded = BIT * (1 + logits.masked_fill(logits.isinf(), 0).abs())
         self.lost_logits = scale * _of_sums(squares, products, q.shape[-1]) + rounded
         self.lost_lse = (self.weights * self.lost_logits).square().sum(-1, keepdim=True)
-        self.lost_lse += (2 * BIT * logits.logsumexp(-1, keepdim=True)).square()
+        self.lost_lse += (BIT * logits.logsumexp(-1, keepdim=True)).square()
 
     def lost_out(self) -> Tensor:
         """Squares, of each element."""

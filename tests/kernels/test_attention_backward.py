@@ -25,6 +25,7 @@ def test_random_sizes_and_strides(shape: int) -> None:
         attention_backward_checks.special_values,
         attention_backward_checks.many_keys,
         attention_backward_checks.repeats,
+        attention_backward_checks.rounding_of_lse,
     ],
 )
 def test_checks(check, shape: int) -> None:

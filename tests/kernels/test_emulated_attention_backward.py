@@ -48,6 +48,11 @@ def test_few_last_lines(gpu: EmulatedGpu, shape: int) -> None:
 
 
 @pytest.mark.parametrize("shape", FEW)
+def test_rounding_of_lse(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_backward_checks.rounding_of_lse, shape)
+
+
+@pytest.mark.parametrize("shape", FEW)
 def test_lengths(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_backward_checks.lengths, shape)
 

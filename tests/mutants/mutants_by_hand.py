@@ -111,7 +111,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "by hand: deterministic gradients", CLOCK,
         "if trains and torch.are_deterministic_algorithms_enabled():", "if False:",
-        (f"{CHOICE}::test_a_training_step_could_be_taken",),
+        (f"{CHOICE}::test_a_training_step_is_taken",),
     ),
     (
         "by hand: the fastest of what is written", CLOCK,

@@ -17,7 +17,7 @@ from fx_fuser.kernels import attention
 from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import load
 from fx_fuser.passes import attention_split
-from fx_fuser.passes.by_hand import clock, rewrite
+from fx_fuser.passes.by_hand import rewrite
 from fx_fuser.passes.by_hand.clock import Race
 from fx_fuser.planning.bench_ops import form_of_value
 from fx_fuser.testing import assert_equivalent
@@ -33,9 +33,7 @@ BACKWARD = {"_scaled_dot_product_efficient_attention_backward": 1}
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the kernels take is rewritten and runs by ours, untimed, at every size, and in
-    training too."""
-    monkeypatch.setattr(clock, "_TAKES_TRAINING", True)
+    """All that the kernels take is rewritten and runs by ours, untimed, at every size."""
     monkeypatch.setattr(attention_split, "_is_small", lambda *_: False)
     monkeypatch.setattr(attention_split.Site, "gains", lambda _: True)
     monkeypatch.setattr(Race, "why_lost", lambda *_: "")
@@ -153,7 +151,7 @@ def test_torchs_own(name: str, train: bool, forced: None) -> None:
 def test_the_clock_prefers_it(d: int, train: bool) -> None:
     model = Attending(causal, 8, d).cuda()
     assert_equivalent(model, (randn(8, 1024, 64, requires_grad=train),), train)
-    assert counters[rewrite.COUNTER] == ({} if train else {"attention": 1})
+    assert counters[rewrite.COUNTER] == {"attention": 1}
 
 
 @pytest.mark.parametrize("trains", [False, True])

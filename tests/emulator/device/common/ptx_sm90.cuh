@@ -2,6 +2,7 @@
 // as the direct convolution, the gemm by combs and attention use them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/matrix_descriptor.cuh"
@@ -66,6 +67,12 @@ inline void bulk_commit() { emulator::commit_stores(); }
 template <int kPending>
 void bulk_wait_read() {
   emulator::wait_for_stores(kPending);
+}
+
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+inline uint32_t larger_words(uint32_t a, uint32_t b) {
+  return std::max(a & 0xFFFF0000, b & 0xFFFF0000) | std::max(a & 0xFFFF, b & 0xFFFF);
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------
