@@ -46,6 +46,7 @@ def test_repaired(gpu: EmulatedGpu) -> None:
     passes(attention_dropout_checks.repaired)
 
 
+@pytest.mark.slow
 def test_one_key(gpu: EmulatedGpu) -> None:
     passes(attention_dropout_checks.one_key)
 

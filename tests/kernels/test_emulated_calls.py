@@ -163,6 +163,7 @@ def test_a_convolution_is_made_by_its_kernel(gpu: EmulatedGpu, kernel: Any, save
     assert torch.equal(called.evaluated(), y)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_a_kernel_does_not_take_is_the_librarys(gpu: EmulatedGpu, kernel: Any) -> None:
     """Each refuses a dilated window; the library's convolution and one pass make the same."""

@@ -151,6 +151,7 @@ def test_extreme_factors(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     passes(conv_backward_checks.extreme_factors, dtype)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )

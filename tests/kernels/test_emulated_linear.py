@@ -70,6 +70,7 @@ def test_batches_and_chunks(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -
     passes(split_planes_checks.sweep, 6, 0, small)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gpu", [80], indirect=True)
 def test_chunks_are_of_the_library_that_all_tails_have(gpu: EmulatedGpu) -> None:
     x, weight = torch.randn(40, 300), torch.randn(50, 300)
