@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "host/attention_backward.h"
+#include "host/attention_bias.h"
 #include "host/attention_split.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
@@ -146,6 +147,14 @@ bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Ten
                              is_causal, {seed, dropout});
 }
 
+// tensors: q, k, v, bias.
+bool attention_bias(int64_t handle, const std::vector<Tensor>& tensors, const Tensor& out,
+                    const std::optional<Tensor>& lse, double scale, bool is_causal) {
+  STD_TORCH_CHECK(tensors.size() == 4, "fx_fuser: attention with a bias takes 4 tensors");
+  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3], scale, is_causal};
+  return run_attention_bias(kernels_of<AttentionBiasKernels>(handle), call, out, lse);
+}
+
 // tensors: q, k, v, out, lse, dO, room for what is found of queries. to: dq, and dk and dv of each
 // query head.
 bool attention_backward(int64_t handle, const std::vector<Tensor>& tensors,
@@ -203,6 +212,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "attention_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
       "bool is_causal, Tensor? seed, float dropout) -> bool");
+  m.def(
+      "attention_bias(int kernels, Tensor[] tensors, Tensor(a!) out, Tensor(b!)? lse, float scale, "
+      "bool is_causal) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
@@ -219,6 +231,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("implicit", TORCH_BOX(&implicit));
   m.impl("attention_split", TORCH_BOX(&attention_split));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_bias", TORCH_BOX(&attention_bias));
 }
 
 }  // namespace fx_fuser

@@ -1,0 +1,137 @@
+"""Times of 16-bit attention with a bias beside torch's memory-efficient kernel:
+
+    python -m benchmarks.attention_bias [--only WORD] [--dtype bf16] [--out FILE]
+
+GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data, a
+bias [1, H, L, L] that batches share. `torch`: `aten._scaled_dot_product_efficient_attention`. Errors
+are relative to float64, of the first batch. `kill`: the ratio below which the kernel is given up
+(issue 43). `python -m pytest tests/kernels/test_attention_biased.py` checks the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from benchmarks import attention_kernels, measure, results
+from benchmarks.attention import median
+from benchmarks.run import commit_here
+from benchmarks.sm90 import CUDA, relative
+from fx_fuser.kernels import attention_bias
+from fx_fuser.native import load
+
+KILL = 1.3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    batches: int
+    heads: int
+    length: int
+    d: int
+
+    @property
+    def operations(self) -> float:
+        """Of the forward, as papers count them."""
+        return 4 * self.batches * self.heads * self.length**2 * self.d
+
+
+SIZES = (
+    Size("T5, 512 x 64", 16, 12, 512, 64),
+    Size("1024 x 128", 4, 16, 1024, 128),
+    Size("long, 4096 x 64", 2, 16, 4096, 64),
+)
+
+
+class Call:
+    """One call's tensors; results are written anew each time."""
+
+    def __init__(self, size: Size, dtype: torch.dtype) -> None:
+        outer = size.batches, size.heads, size.length
+
+        def heads() -> Tensor:  # as a projection leaves them: rows before heads
+            made = torch.randn(size.batches, size.length, size.heads, size.d, device=CUDA)
+            return made.to(dtype).transpose(1, 2)
+
+        self.size = size
+        self.q, self.k, self.v = heads(), heads(), heads()
+        learned = torch.randn(1, size.heads, size.length, size.length, device=CUDA).to(dtype)
+        self.bias = learned.expand(size.batches, -1, -1, -1)
+        spec = attention_bias.spec_for(size.d, dtype)
+        assert spec is not None
+        self.spec = spec
+        self.out = torch.empty_like(self.q)
+        self.lse = torch.empty(outer, device=CUDA)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, self.bias]
+
+    def ours(self) -> None:
+        taken = attention_kernels.attention_bias(self.spec, self.tensors, self.out, self.lse)
+        assert taken
+
+    def torchs(self) -> Any:
+        named = {"scale": self.size.d**-0.5}
+        run = _aten._scaled_dot_product_efficient_attention.default
+        return run(self.q, self.k, self.v, self.bias, True, 0.0, False, **named)
+
+    def exact(self) -> Tensor:
+        """Of the first batch."""
+        q, k, v, bias = (t[:1].double() for t in self.tensors)
+        return (q @ k.mT * self.size.d**-0.5 + bias).softmax(-1) @ v
+
+
+def timed(size: Size, dtype: torch.dtype) -> dict[str, Any]:
+    call = Call(size, dtype)
+    call.ours()
+    exact = call.exact()
+    error, theirs = (relative(out[:1], exact) for out in (call.out, call.torchs()[0]))
+    del exact
+    calls: dict[str, Callable[[], object]] = {"ours": call.ours, "torch": call.torchs}
+    ms = measure.interleaved({n: functools.partial(median, c) for n, c in calls.items()}, 3)
+    return {"size": size.name, **ms, "tflops": size.operations / ms["ours"] / 1e9, "kill": KILL,
+            "error": error, "torch_error": theirs}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    dtype = DTYPES[options.dtype]
+    sizes = [s for s in SIZES if options.only in s.name]
+    load.prepare(attention_bias.examples("sm_90a"), CUDA)
+    rows = [timed(size, dtype) for size in sizes]
+    shown = [
+        [row["size"], *(f"{row[n]:.4f}" for n in ("ours", "torch")),
+         f"{row['torch'] / row['ours']:.2f}×", f"{row['kill']:.1f}×", f"{row['tflops']:.0f}",
+         f"{row['error']:.1e}", f"{row['torch_error']:.1e}"]
+        for row in rows
+    ]  # fmt: skip
+    print(
+        tabulate(shown, ["", "ours", "torch", "torch/ours", "kill", "TFLOP/s", "error", "torch's"])
+    )
+    if options.out:
+        commit = os.environ.get("FX_FUSER_COMMIT") or commit_here()
+        results.save(options.out, measure.machine(CUDA), commit, rows=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Attention with a bias as Python functions that launch its kernels, as `benchmarks.kernels` has
+those of gemms and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from benchmarks import kernels
+from fx_fuser.native.kernel_spec import KernelSpec
+
+
+def attention_bias(
+    spec: KernelSpec,
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> bool:
+    """out = softmax(scale · q kᵀ + bias) v in 16 bits, with sums of fp32.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.attention_bias.spec_of`.
+        tensors: q [B, H, queries, D], k and v [B, H, keys, D], bias [B, H, queries, keys], all of
+            the spec's dtype, D a multiple of 8. Elements are adjacent, other strides multiples of
+            8; the first two of the bias may be 0.
+        out: as q. Shares memory with no other tensor here.
+        lse: [B, H, queries], float32, contiguous, receives log(sum(exp(...))) over keys. It may
+            have rows up to a multiple of 32, which receive infinity.
+        scale: None: 1 / sqrt(D).
+        is_causal: query i sees keys 0...i.
+
+    Returns, raises: as `benchmarks.kernels.linear_split`.
+    """
+    scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
+    return kernels.taken("attention_bias", spec, out, [*tensors], out, lse, scale, is_causal)
