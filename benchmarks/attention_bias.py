@@ -2,10 +2,12 @@
 
     python -m benchmarks.attention_bias [--only WORD] [--dtype bf16] [--out FILE]
 
-GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data, a
-bias [1, H, L, L] that batches share. `torch`: `aten._scaled_dot_product_efficient_attention`. Errors
-are relative to float64, of the first batch. `kill`: the ratio below which the kernel is given up
-(issue 43). `python -m pytest tests/kernels/test_attention_biased.py` checks the kernel.
+GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data, with
+a bias [1, H, L, L] that batches share, and its gradient, summed over them. `torch`:
+`aten._scaled_dot_product_efficient_attention` and its backward, with the sum. `both`: forward with
+backward. Errors are relative to float64: of out, of the first batch; of the gradients the largest,
+of one head. `kill`: the ratio below which the kernels are given up (issue 43).
+`python -m pytest tests/kernels/test_attention_biased.py` checks the kernels.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from fx_fuser.native import load
 
 KILL = 1.3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BOTH = "ours, both", "torch, both"
 _aten = torch.ops.aten
 
 
@@ -72,9 +75,13 @@ class Call:
         self.bias = learned.expand(size.batches, -1, -1, -1)
         spec = attention_bias.spec_for(size.d, dtype)
         assert spec is not None
-        self.spec = spec
-        self.out = torch.empty_like(self.q)
+        backward = attention_bias.spec_for(size.d, dtype, backward=True)
+        assert backward is not None
+        self.spec, self.backward_spec = spec, backward
+        self.scale = size.d**-0.5
+        self.out, self.d_out = torch.empty_like(self.q), heads()
         self.lse = torch.empty(outer, device=CUDA)
+        self.to = [torch.empty_like(t) for t in (self.q, self.k, self.v, learned)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -85,26 +92,59 @@ class Call:
         assert taken
 
     def torchs(self) -> Any:
-        named = {"scale": self.size.d**-0.5}
         run = _aten._scaled_dot_product_efficient_attention.default
-        return run(self.q, self.k, self.v, self.bias, True, 0.0, False, **named)
+        return run(self.q, self.k, self.v, self.bias, True, 0.0, False, scale=self.scale)
+
+    def backward(self) -> None:
+        given = self.tensors, self.out, self.lse, self.d_out, self.to
+        assert attention_kernels.attention_bias_backward(self.backward_spec, *given)
+
+    def torchs_backward(self, saved: Any) -> list[Tensor]:
+        run = _aten._scaled_dot_product_efficient_attention_backward.default
+        asked = [True] * 4
+        made = run(self.d_out, self.q, self.k, self.v, self.bias, *saved, 0.0, asked, False,
+                   scale=self.scale)  # fmt: skip
+        return [*made[:3], made[3].sum(0, keepdim=True)]
 
     def exact(self) -> Tensor:
         """Of the first batch."""
         q, k, v, bias = (t[:1].double() for t in self.tensors)
-        return (q @ k.mT * self.size.d**-0.5 + bias).softmax(-1) @ v
+        return (q @ k.mT * self.scale + bias).softmax(-1) @ v
+
+    def exact_gradients(self) -> list[Tensor]:
+        """Of the first head."""
+        q, k, v, bias = (t[:, :1].double() for t in self.tensors)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, bias[:1])]
+        out = (leaves[0] @ leaves[1].mT * self.scale + leaves[3]).softmax(-1) @ leaves[2]
+        return list(torch.autograd.grad(out, leaves, self.d_out[:, :1].double()))
 
 
 def timed(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     call = Call(size, dtype)
     call.ours()
+    call.backward()
+    saved = call.torchs()
     exact = call.exact()
-    error, theirs = (relative(out[:1], exact) for out in (call.out, call.torchs()[0]))
+    errors = [[relative(out[:1], exact)] for out in (call.out, saved[0])]
     del exact
-    calls: dict[str, Callable[[], object]] = {"ours": call.ours, "torch": call.torchs}
+    exact_gradients = call.exact_gradients()
+    for error, made in zip(errors, (call.to, call.torchs_backward(saved))):
+        error.append(max(relative(t[:, :1], g) for t, g in zip(made, exact_gradients)))
+    del exact_gradients
+
+    def ours_both() -> None:
+        call.ours()
+        call.backward()
+
+    calls: dict[str, Callable[[], object]] = {
+        "ours": call.ours,
+        "torch": call.torchs,
+        "ours, both": ours_both,
+        "torch, both": lambda: call.torchs_backward(call.torchs()),
+    }
     ms = measure.interleaved({n: functools.partial(median, c) for n, c in calls.items()}, 3)
     return {"size": size.name, **ms, "tflops": size.operations / ms["ours"] / 1e9, "kill": KILL,
-            "error": error, "torch_error": theirs}  # fmt: skip
+            "errors": errors[0], "torch_errors": errors[1]}  # fmt: skip
 
 
 def main() -> int:
@@ -120,13 +160,13 @@ def main() -> int:
     rows = [timed(size, dtype) for size in sizes]
     shown = [
         [row["size"], *(f"{row[n]:.4f}" for n in ("ours", "torch")),
-         f"{row['torch'] / row['ours']:.2f}×", f"{row['kill']:.1f}×", f"{row['tflops']:.0f}",
-         f"{row['error']:.1e}", f"{row['torch_error']:.1e}"]
+         f"{row['torch'] / row['ours']:.2f}×", *(f"{row[n]:.4f}" for n in BOTH),
+         f"{row[BOTH[1]] / row[BOTH[0]]:.2f}×", f"{row['kill']:.1f}×", f"{row['tflops']:.0f}",
+         *(" ".join(f"{one:.1e}" for one in row[n]) for n in ("errors", "torch_errors"))]
         for row in rows
     ]  # fmt: skip
-    print(
-        tabulate(shown, ["", "ours", "torch", "torch/ours", "kill", "TFLOP/s", "error", "torch's"])
-    )
+    head = ["", "ours", "torch", "torch/ours", *BOTH, "torch/ours", "kill", "TFLOP/s", "errors"]
+    print(tabulate(shown, [*head, "torch's"]))
     if options.out:
         commit = os.environ.get("FX_FUSER_COMMIT") or commit_here()
         results.save(options.out, measure.machine(CUDA), commit, rows=rows)

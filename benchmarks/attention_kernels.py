@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from benchmarks import kernels
@@ -36,3 +37,33 @@ def attention_bias(
     """
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
     return kernels.taken("attention_bias", spec, out, [*tensors], out, lse, scale, is_causal)
+
+
+def attention_bias_backward(
+    spec: KernelSpec,
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    to: Sequence[Tensor],
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> bool:
+    """The gradients of `attention_bias`'s out. Deterministic.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.attention_bias.backward_spec_of`.
+        tensors, out, lse, scale, is_causal: as `attention_bias` had them, or made them.
+        d_out: the gradient of out, as q.
+        to: receive the gradients: of q, k, v and, if wanted, of the bias: [B, H, queries, keys],
+            keys adjacent. Where the bias is expanded over B, H or both it may have 1: the sum.
+
+    Returns, raises: as `benchmarks.kernels.linear_split`.
+    """
+    q = tensors[0]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    batches, heads, queries, _ = q.shape
+    padded = -(-queries // 128) * 128
+    of_queries = q.new_empty(batches, heads, padded, 2, dtype=torch.float32)
+    given = [*tensors, out, lse, d_out, of_queries], [*to], scale, is_causal
+    return kernels.taken("attention_bias_backward", spec, out, *given)

@@ -31,16 +31,35 @@ def spec_of(shape: int, dtype: torch.dtype) -> KernelSpec:
     return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, attention_bias(shape))
 
 
-def spec_for(d: int, dtype: torch.dtype) -> KernelSpec | None:
+@functools.cache
+def attention_bias_backward(shape: int) -> Family:
+    """shape: of SHAPES."""
+    header, macro = "attention/attention_bias_backward_sm90.cuh", "FX_FUSER_ATTENTION_BIAS_BACKWARD"
+    return Family(header, macro, "attention_bias_backward", "sm_90a", sizes=(shape,))
+
+
+@functools.cache
+def backward_spec_of(shape: int, dtype: torch.dtype) -> KernelSpec:
+    return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, attention_bias_backward(shape))
+
+
+def spec_for(d: int, dtype: torch.dtype, backward: bool = False) -> KernelSpec | None:
     """The kernel for heads of so many elements; None where there is none."""
     if dtype not in DTYPES or d % 8 != 0:
         return None
     fits = (shape for shape, (most, *_) in enumerate(SHAPES) if 0 < d <= most)
-    return next((spec_of(shape, dtype) for shape in fits), None)
+    made = backward_spec_of if backward else spec_of
+    return next((made(shape, dtype) for shape in fits), None)
+
+
+def offered() -> list[KernelSpec]:
+    """All that `spec_for` gives."""
+    of = [(shape, dtype) for shape in range(len(SHAPES)) for dtype in DTYPES]
+    return [made(*one) for made in (spec_of, backward_spec_of) for one in of]
 
 
 def examples(arch: str) -> list[KernelSpec]:
     """What CI compiles for an architecture."""
     if arch != "sm_90a":
         return []
-    return [spec_of(shape, dtype) for shape in range(len(SHAPES)) for dtype in DTYPES]
+    return offered()

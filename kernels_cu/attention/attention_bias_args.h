@@ -71,11 +71,12 @@ struct BiasAttentionArgs {
   TensorMap v;
   TensorMap d_out;
   TensorMap bias;
-  TensorMap of_queries;  // AttentionOfQuery of all heads, 16 a line
+  TensorMap of_queries;  // the same as below, 16 a line
   BiasRows out;          // of the forward
   BiasRows d_rows;       // dq, or dk
   BiasRows d_values;
   BiasRows d_bias;
+  const AttentionOfQuery* of_query;  // [batch, head, padded]
   float* lse;   // [batch, head, lse_rows], infinity beyond the last query; or null
   float scale;  // of the logits
   int32_t d;
@@ -87,6 +88,8 @@ struct BiasAttentionArgs {
   int32_t heads;
   int32_t bias_batches;  // 1 where all share the bias
   int32_t bias_heads;
+  int32_t d_bias_batches;  // likewise of its gradient: 1 where it is summed over batches
+  int32_t d_bias_heads;
   int32_t blocks;  // of a head's rows
   int32_t tiles;   // of keys; of the bias's gradient alone
   int32_t units;

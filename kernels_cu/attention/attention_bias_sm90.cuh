@@ -14,7 +14,6 @@
 
 namespace fx_fuser::attention_bias {
 
-using attention_split::hide_from;
 using attention_split::largest_of_row;
 using attention_split::sum_of_row;
 
@@ -96,21 +95,7 @@ struct Consumer {
     add_bias<T, false>(score, args.scale, shared.bias[slot][Here::consumer()]);
     release(shared.bias_empty[slot]);
     biases.advance();
-    const int first_key = tile * L::kColumns;
-    int seen = args.keys;
-    if (args.is_causal) {
-      seen = min(seen, unit.first_row + Here::consumer() * kAttentionRows + 1);
-    }
-    if (first_key + L::kColumns > seen) {
-      int end[2];
-      const Place place = Here::place();
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = place.row_of(unit, r);
-        end[r] = (args.is_causal ? min(args.keys, row + 1) : args.keys) - first_key;
-      }
-      hide_from(place, end, score);
-    }
+    hide_keys<L::kColumns>(args, unit, tile, score);
     state.take(score, rescale);
   }
 

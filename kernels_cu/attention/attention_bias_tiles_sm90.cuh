@@ -15,6 +15,8 @@
 namespace fx_fuser::attention_bias {
 
 using attention_split::ConsumerThread;
+using attention_split::hide_below;
+using attention_split::hide_from;
 using attention_split::infinity;
 using attention_split::kInstructionK;
 using attention_split::kLn2;
@@ -152,6 +154,23 @@ struct Bring {
   }
 };
 
+// A barrier that expects so many bytes, once its slot is free.
+__device__ __forceinline__ void open(uint64_t& full, uint64_t& empty, uint32_t phase,
+                                     uint32_t bytes) {
+  ptx::mbarrier_wait(ptx::shared_address(&empty), phase ^ 1);
+  ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&full), bytes);
+}
+
+// Of so many queries as the map's box has.
+__device__ __forceinline__ void bring_queries(uint8_t (&to)[kBiasOfQueries],
+                                              const BiasAttentionArgs& args, uint64_t& full,
+                                              const Unit& unit, int query) {
+  constexpr int kOfLine = kSpan / sizeof(AttentionOfQuery);
+  const auto line = static_cast<int>((head_of(args, unit) * args.padded + query) / kOfLine);
+  ptx::tensor_load(ptx::shared_address(to), args.of_queries, ptx::shared_address(&full),
+                   ptx::kEvictNormal, 0, line);
+}
+
 template <class L>
 struct Feed {
   typename L::Shared& shared;
@@ -159,12 +178,6 @@ struct Feed {
   Ring<L::kBiases> biases{};
   uint32_t rows_phase = 0;
 
-  // A barrier that expects so many bytes, once its slot is free.
-  __device__ __forceinline__ void open(uint64_t& full, uint64_t& empty, uint32_t phase,
-                                       uint32_t bytes) {
-    ptx::mbarrier_wait(ptx::shared_address(&empty), phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&full), bytes);
-  }
   __device__ __forceinline__ void rows(const Bring& bring, const Unit& unit, const TensorMap& first,
                                        const TensorMap& second) {
 #pragma unroll 1
@@ -205,16 +218,6 @@ struct Feed {
       bring_queries(shared.of_queries[slot], args, full, unit, nth * L::kColumns);
     }
     biases.advance();
-  }
-  // Of so many queries as the map's box has.
-  static __device__ __forceinline__ void bring_queries(uint8_t (&to)[kBiasOfQueries],
-                                                       const BiasAttentionArgs& args,
-                                                       uint64_t& full, const Unit& unit,
-                                                       int query) {
-    constexpr int kOfLine = kSpan / sizeof(AttentionOfQuery);
-    const auto line = static_cast<int>((head_of(args, unit) * args.padded + query) / kOfLine);
-    ptx::tensor_load(ptx::shared_address(to), args.of_queries, ptx::shared_address(&full),
-                     ptx::kEvictNormal, 0, line);
   }
 };
 
@@ -320,6 +323,24 @@ __device__ __forceinline__ void add_bias(float (&score)[kScores], float scale,
       to[1] = fmaf(to[1], scale, both.y);
     }
   }
+}
+
+// Keys that are none, or that a causal query does not see.
+template <int kColumns, int kScores>
+__device__ __forceinline__ void hide_keys(const BiasAttentionArgs& args, const Unit& unit, int tile,
+                                          float (&score)[kScores]) {
+  const int first_key = tile * kColumns;
+  int seen = args.keys;
+  if (args.is_causal) seen = min(seen, unit.first_row + Here::consumer() * kAttentionRows + 1);
+  if (first_key + kColumns <= seen) return;
+  int end[2];
+  const Place place = Here::place();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = place.row_of(unit, r);
+    end[r] = (args.is_causal ? min(args.keys, row + 1) : args.keys) - first_key;
+  }
+  hide_from(place, end, score);
 }
 
 template <class T>

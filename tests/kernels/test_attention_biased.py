@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attention_bias_backward_checks
 import attention_bias_checks
 import pytest
 from checks import passes
@@ -33,3 +34,23 @@ def test_checks(check, shape: int) -> None:
 @gpu
 def test_refusals() -> None:
     passes(attention_bias_checks.refusals)
+
+
+@gpu
+@shapes
+def test_random_gradients(shape: int) -> None:
+    passes(attention_bias_backward_checks.sweep, 60, shape, shape)
+
+
+@gpu
+@shapes
+@pytest.mark.parametrize(
+    "check", [attention_bias_backward_checks.hidden, attention_bias_backward_checks.repeats]
+)
+def test_checks_of_the_backward(check, shape: int) -> None:
+    passes(check, shape)
+
+
+@gpu
+def test_refusals_of_the_backward() -> None:
+    passes(attention_bias_backward_checks.refusals)

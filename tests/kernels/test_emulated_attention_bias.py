@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attention_bias_backward_checks
 import attention_bias_checks
 import checks
 import emulator
@@ -40,3 +41,19 @@ def test_not_numbers(gpu: EmulatedGpu, shape: int) -> None:
 
 def test_refusals(gpu: EmulatedGpu) -> None:
     passes(attention_bias_checks.refusals)
+
+
+@pytest.mark.slow
+@shapes
+def test_random_gradients(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_bias_backward_checks.sweep, 8, shape, shape, 260)
+
+
+@pytest.mark.slow
+@shapes
+def test_gradients_of_what_is_hidden(gpu: EmulatedGpu, shape: int) -> None:
+    passes(attention_bias_backward_checks.hidden, shape)
+
+
+def test_refusals_of_the_backward(gpu: EmulatedGpu) -> None:
+    passes(attention_bias_backward_checks.refusals)
