@@ -94,7 +94,7 @@ struct AttentionBiasCall {
   const Tensor& q;
   const Tensor& k;
   const Tensor& v;
-  const Tensor& bias;  // [batch, head, query, key]; the first two may be expanded
+  const Tensor& bias;  // [batch, head, query, key]; the first two may be expanded, or 1
   double scale;
   bool is_causal;
 
@@ -104,7 +104,9 @@ struct AttentionBiasCall {
     check_heads_of(type, {{&q, "q"}, {&k, "k"}, {&v, "v"}, {&bias, "bias"}});
     bool fits = v.sizes().equals(k.sizes()) && k.size(3) == q.size(3);
     const int64_t wanted[] = {q.size(0), q.size(1), q.size(2), k.size(2)};
-    for (int64_t d = 0; d < 4; ++d) fits = fits && bias.size(d) == wanted[d];
+    for (int64_t d = 0; d < 4; ++d) {
+      fits = fits && bias.dim() == 4 && (bias.size(d) == wanted[d] || (d < 2 && bias.size(d) == 1));
+    }
     for (int64_t d = 0; d < 2; ++d) fits = fits && k.size(d) == q.size(d);
     STD_TORCH_CHECK(fits, "fx_fuser: attention of q ", to_string(q.sizes()), ", k ",
                     to_string(k.sizes()), ", v ", to_string(v.sizes()), " with a bias ",

@@ -52,7 +52,7 @@ struct AttentionBiasGradients {
   const Tensor& d_q;
   const Tensor& d_k;
   const Tensor& d_v;
-  const std::optional<Tensor>& d_bias;  // of the bias's sizes, or 1 where it is expanded
+  const std::optional<Tensor>& d_bias;  // of all batches and heads, or 1 where they share the bias
 
   void check(ScalarType type) const {
     call.check(type);
@@ -73,7 +73,7 @@ struct AttentionBiasGradients {
     check_heads_of(type, {{&*d_bias, "d_bias"}});
     bool fits = d_bias->size(2) == call.q.size(2) && d_bias->size(3) == call.k.size(2);
     for (int64_t d = 0; d < 2; ++d) {
-      fits = fits && (d_bias->size(d) == call.bias.size(d) ||
+      fits = fits && (d_bias->size(d) == call.q.size(d) ||
                       (d_bias->size(d) == 1 && size_in_memory(call.bias, d) == 1));
     }
     STD_TORCH_CHECK(fits, "fx_fuser: a bias ", to_string(call.bias.sizes()),
