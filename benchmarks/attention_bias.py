@@ -5,8 +5,9 @@
 GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data, with
 a bias [1, H, L, L] that batches share, and its gradient, summed over them. `torch`:
 `aten._scaled_dot_product_efficient_attention` and its backward, with the sum. `both`: forward with
-backward. Errors are relative to float64: of out, of the first batch; of the gradients the largest,
-of one head. `kill`: the ratio below which the kernels are given up (issue 43).
+backward; `alone`: without clusters of blocks. Errors are relative to float64: of out, of the first
+batch; of the gradients the largest, of one head. `kill`: the ratio below which the kernels are
+given up (issue 43).
 `python -m pytest tests/kernels/test_attention_biased.py` checks the kernels.
 """
 
@@ -34,7 +35,7 @@ from fx_fuser.native import load
 
 KILL = 1.3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-BOTH = "ours, both", "torch, both"
+BOTH = "ours, both", "alone, both", "torch, both"
 _aten = torch.ops.aten
 
 
@@ -87,17 +88,17 @@ class Call:
     def tensors(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.bias]
 
-    def ours(self) -> None:
-        taken = attention_kernels.attention_bias(self.spec, self.tensors, self.out, self.lse)
-        assert taken
+    def ours(self, alone: bool = False) -> None:
+        given = self.spec, self.tensors, self.out, self.lse
+        assert attention_kernels.attention_bias(*given, alone=alone)
 
     def torchs(self) -> Any:
         run = _aten._scaled_dot_product_efficient_attention.default
         return run(self.q, self.k, self.v, self.bias, True, 0.0, False, scale=self.scale)
 
-    def backward(self) -> None:
-        given = self.tensors, self.out, self.lse, self.d_out, self.to
-        assert attention_kernels.attention_bias_backward(self.backward_spec, *given)
+    def backward(self, alone: bool = False) -> None:
+        given = self.backward_spec, self.tensors, self.out, self.lse, self.d_out, self.to
+        assert attention_kernels.attention_bias_backward(*given, alone=alone)
 
     def torchs_backward(self, saved: Any) -> list[Tensor]:
         run = _aten._scaled_dot_product_efficient_attention_backward.default
@@ -132,14 +133,16 @@ def timed(size: Size, dtype: torch.dtype) -> dict[str, Any]:
         error.append(max(relative(t[:, :1], g) for t, g in zip(made, exact_gradients)))
     del exact_gradients
 
-    def ours_both() -> None:
-        call.ours()
-        call.backward()
+    def ours_both(alone: bool = False) -> None:
+        call.ours(alone)
+        call.backward(alone)
 
     calls: dict[str, Callable[[], object]] = {
         "ours": call.ours,
+        "alone": functools.partial(call.ours, True),
         "torch": call.torchs,
         "ours, both": ours_both,
+        "alone, both": functools.partial(ours_both, True),
         "torch, both": lambda: call.torchs_backward(call.torchs()),
     }
     ms = measure.interleaved({n: functools.partial(median, c) for n, c in calls.items()}, 3)
@@ -159,13 +162,24 @@ def main() -> int:
     load.prepare(attention_bias.examples("sm_90a"), CUDA)
     rows = [timed(size, dtype) for size in sizes]
     shown = [
-        [row["size"], *(f"{row[n]:.4f}" for n in ("ours", "torch")),
+        [row["size"], *(f"{row[n]:.4f}" for n in ("ours", "alone", "torch")),
          f"{row['torch'] / row['ours']:.2f}×", *(f"{row[n]:.4f}" for n in BOTH),
-         f"{row[BOTH[1]] / row[BOTH[0]]:.2f}×", f"{row['kill']:.1f}×", f"{row['tflops']:.0f}",
+         f"{row[BOTH[2]] / row[BOTH[0]]:.2f}×", f"{row['kill']:.1f}×", f"{row['tflops']:.0f}",
          *(" ".join(f"{one:.1e}" for one in row[n]) for n in ("errors", "torch_errors"))]
         for row in rows
     ]  # fmt: skip
-    head = ["", "ours", "torch", "torch/ours", *BOTH, "torch/ours", "kill", "TFLOP/s", "errors"]
+    head = [
+        "",
+        "ours",
+        "alone",
+        "torch",
+        "torch/ours",
+        *BOTH,
+        "torch/ours",
+        "kill",
+        "TFLOP/s",
+        "errors",
+    ]
     print(tabulate(shown, [*head, "torch's"]))
     if options.out:
         commit = os.environ.get("FX_FUSER_COMMIT") or commit_here()

@@ -19,6 +19,7 @@ def attention_bias(
     lse: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
+    alone: bool = False,
 ) -> bool:
     """out = softmax(scale · q kᵀ + bias) v in 16 bits, with sums of fp32.
 
@@ -32,11 +33,12 @@ def attention_bias(
             have rows up to a multiple of 32, which receive infinity.
         scale: None: 1 / sqrt(D).
         is_causal: query i sees keys 0...i.
+        alone: blocks are no clusters, which they are where they share something.
 
     Returns, raises: as `benchmarks.kernels.linear_split`.
     """
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
-    return kernels.taken("attention_bias", spec, out, [*tensors], out, lse, scale, is_causal)
+    return kernels.taken("attention_bias", spec, out, [*tensors], out, lse, scale, is_causal, alone)
 
 
 def attention_bias_backward(
@@ -48,12 +50,13 @@ def attention_bias_backward(
     to: Sequence[Tensor],
     scale: float | None = None,
     is_causal: bool = False,
+    alone: bool = False,
 ) -> bool:
     """The gradients of `attention_bias`'s out. Deterministic.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.attention_bias.backward_spec_of`.
-        tensors, out, lse, scale, is_causal: as `attention_bias` had them, or made them.
+        tensors, out, lse, scale, is_causal, alone: as `attention_bias` had them, or made them.
         d_out: the gradient of out, as q.
         to: receive the gradients: of q, k, v and, if wanted, of the bias: [B, H, queries, keys],
             keys adjacent. Where the bias is expanded over B, H or both it may have 1: the sum.
@@ -65,5 +68,5 @@ def attention_bias_backward(
     batches, heads, queries, _ = q.shape
     padded = -(-queries // 128) * 128
     of_queries = q.new_empty(batches, heads, padded, 2, dtype=torch.float32)
-    given = [*tensors, out, lse, d_out, of_queries], [*to], scale, is_causal
+    given = [*tensors, out, lse, d_out, of_queries], [*to], scale, is_causal, alone
     return kernels.taken("attention_bias_backward", spec, out, *given)

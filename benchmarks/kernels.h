@@ -148,21 +148,24 @@ bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Ten
                              is_causal, {seed, dropout});
 }
 
-// tensors: q, k, v, bias.
+// tensors: q, k, v, bias. alone: no clusters of blocks.
 bool attention_bias(int64_t handle, const std::vector<Tensor>& tensors, const Tensor& out,
-                    const std::optional<Tensor>& lse, double scale, bool is_causal) {
+                    const std::optional<Tensor>& lse, double scale, bool is_causal, bool alone) {
   STD_TORCH_CHECK(tensors.size() == 4, "fx_fuser: attention with a bias takes 4 tensors");
-  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3], scale, is_causal};
+  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3],
+                               scale,      is_causal,  alone};
   return run_attention_bias(kernels_of<AttentionBiasKernels>(handle), call, out, lse);
 }
 
 // tensors: q, k, v, bias, out, lse, dO, room for what is found of queries. to: dq, dk, dv and, if
 // wanted, the bias's.
 bool attention_bias_backward(int64_t handle, const std::vector<Tensor>& tensors,
-                             const std::vector<Tensor>& to, double scale, bool is_causal) {
+                             const std::vector<Tensor>& to, double scale, bool is_causal,
+                             bool alone) {
   STD_TORCH_CHECK(tensors.size() == 8 && (to.size() == 3 || to.size() == 4),
                   "fx_fuser: the backward of attention with a bias takes 8 tensors");
-  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3], scale, is_causal};
+  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3],
+                               scale,      is_causal,  alone};
   std::optional<Tensor> d_bias;
   if (to.size() == 4) d_bias = to[3];
   const AttentionBiasGradients gradients{call,  tensors[4], tensors[5], tensors[6], tensors[7],
@@ -229,10 +232,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "bool is_causal, Tensor? seed, float dropout) -> bool");
   m.def(
       "attention_bias(int kernels, Tensor[] tensors, Tensor(a!) out, Tensor(b!)? lse, float scale, "
-      "bool is_causal) -> bool");
+      "bool is_causal, bool alone) -> bool");
   m.def(
       "attention_bias_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
-      "bool is_causal) -> bool");
+      "bool is_causal, bool alone) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {

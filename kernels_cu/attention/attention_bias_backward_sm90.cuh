@@ -102,7 +102,7 @@ struct QueriesConsumer {
     const int slot = biases.slot();
     wait_for(shared.bias_full[slot], biases.phase());
     add_bias<T, false>(score, args.scale, shared.bias[slot][Here::consumer()]);
-    release(shared.bias_empty[slot]);
+    release_shared(shared.bias_empty[slot]);
     biases.advance();
     hide_keys<L::kColumns>(args, unit, tile, score);
     make_gradients(rows, score, other);
@@ -238,7 +238,7 @@ struct KeysConsumer {
       hide_below(place, first, score);
     }
     make_both(place, shared.of_queries[slot], score, other);
-    release(shared.bias_empty[slot]);
+    release_shared(shared.bias_empty[slot]);
     biases.advance();
   }
 

@@ -1,7 +1,7 @@
 // Of the backward of attention with a bias: the bias's gradient, for sm_90a.
 //
-// A block has 128 queries and a tile of keys. The heads and batches whose gradients are summed pass:
-// they share the bias. S and D are made anew, and G is added up in registers, in one order.
+// A block has 128 queries and a tile of keys. The heads and batches whose gradients are summed
+// pass: they share the bias. S and D are made anew, and G is added up in registers, in one order.
 #pragma once
 
 #include "attention/attention_bias_weights.cuh"
@@ -39,11 +39,12 @@ struct GradientLayout {
 
   static __device__ __forceinline__ void begin(Shared& shared) {
     constexpr int kWarps = 4 * kBiasConsumers;
+    const int blocks = static_cast<int>(ptx::cluster_size());
     const auto init = [](uint64_t& barrier, int arrivals) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
     };
     for (uint64_t& one : shared.full) init(one, 1);
-    for (uint64_t& one : shared.empty) init(one, kWarps);
+    for (uint64_t& one : shared.empty) init(one, kWarps * blocks);
     init(shared.bias_full, 1);
     init(shared.bias_empty, kWarps);
     ptx::fence_mbarrier_init();
@@ -69,7 +70,9 @@ struct GradientUnit {
     unit.head = rest - unit.batch * args.d_bias_heads;
     unit.first_row = block * kBiasRows;
     unit.count = args.batches / args.d_bias_batches * (args.heads / args.d_bias_heads);
-    if (args.is_causal && unit.tile * kColumns >= unit.first_row + kBiasRows) unit.count = 0;
+    // Blocks of a cluster have the tiles of keys of an even one and the next.
+    const int first = unit.tile - unit.tile % static_cast<int>(ptx::cluster_size());
+    if (args.is_causal && first * kColumns >= unit.first_row + kBiasRows) unit.count = 0;
     return unit;
   }
   // The nth that is summed.
@@ -88,6 +91,7 @@ __device__ __forceinline__ void feed_gradient(const BiasAttentionArgs& args,
                                               typename L::Shared& shared) {
   Ring<L::kSlots> ring{};
   uint32_t bias_phase = 0;
+  const Sharing sharing{};  // of q and dO, by blocks of two tiles of keys
 #pragma unroll 1
   for (int index = static_cast<int>(blockIdx.x); index < args.units;
        index += static_cast<int>(gridDim.x)) {
@@ -102,9 +106,10 @@ __device__ __forceinline__ void feed_gradient(const BiasAttentionArgs& args,
       open(full, shared.empty[ring.slot()], ring.phase(), sizeof(slot));
 #pragma unroll 1
       for (int consumer = 0; consumer < kBiasConsumers; ++consumer) {
+        if (!sharing.brings(consumer)) continue;
         const int row = unit.first_row + consumer * kAttentionRows;
-        bring.lines(slot.queries[consumer], args.q, full, row);
-        bring.lines(slot.d_out[consumer], args.d_out, full, row);
+        bring.lines(slot.queries[consumer], args.q, full, row, sharing);
+        bring.lines(slot.d_out[consumer], args.d_out, full, row, sharing);
       }
       bring.lines(slot.keys, args.k, full, key);
       bring.lines(slot.values, args.v, full, key);
@@ -118,7 +123,7 @@ __device__ __forceinline__ void feed_gradient(const BiasAttentionArgs& args,
 #pragma unroll 1
         for (int box = 0; box < L::kColumns / kBiasBox; ++box) {
           bring.bias(shared.bias[consumer][box], args, shared.bias_full, key + box * kBiasBox,
-                     unit.first_row + consumer * kAttentionRows);
+                     unit.first_row + consumer * kAttentionRows, {1, 0});
         }
       }
     }
@@ -171,7 +176,7 @@ struct GradientConsumer {
       ptx::pin(score);
       ptx::pin(other);
       const OfRows rows = rows_of(slot.of_queries);
-      release(shared.empty[ring.slot()]);
+      release_shared(shared.empty[ring.slot()]);
       ring.advance();
       if (nth == 0) wait_for(shared.bias_full, bias_phase);
       add_bias<T, false>(score, args.scale, shared.bias[Here::consumer()]);

@@ -93,7 +93,7 @@ struct Consumer {
     const int slot = biases.slot();
     wait_for(shared.bias_full[slot], biases.phase());
     add_bias<T, false>(score, args.scale, shared.bias[slot][Here::consumer()]);
-    release(shared.bias_empty[slot]);
+    release_shared(shared.bias_empty[slot]);
     biases.advance();
     hide_keys<L::kColumns>(args, unit, tile, score);
     state.take(score, rescale);

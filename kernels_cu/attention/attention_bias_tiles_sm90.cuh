@@ -29,8 +29,8 @@ using attention_split::Unit;
 
 using Here = ConsumerThread<kBiasConsumers>;
 constexpr float kLog2OfE = 1.44269504088896341f;
-constexpr int kConsumerRegisters = 240;
-constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 40;
 constexpr int kOfSpan = kBiasBox / kInstructionK;  // instructions of a line's elements
 constexpr int kStep = kInstructionK * 2 / 16;      // in the unit of descriptors, 16 bytes
 
@@ -86,8 +86,9 @@ struct Layout {
     for (uint64_t& one : shared.full) init(one, 1);
     for (uint64_t& one : shared.bias_full) init(one, 1);
     for (uint64_t& one : shared.rows_full) init(one, 1);
+    const int blocks = static_cast<int>(ptx::cluster_size());
     for (uint64_t& one : shared.empty) init(one, kWarps * kBiasConsumers);
-    for (uint64_t& one : shared.bias_empty) init(one, kWarps * kBiasConsumers);
+    for (uint64_t& one : shared.bias_empty) init(one, kWarps * kBiasConsumers * blocks);
     for (uint64_t& one : shared.rows_empty) init(one, kWarps);
     ptx::fence_mbarrier_init();
   }
@@ -127,6 +128,27 @@ __device__ __forceinline__ int64_t head_of(const BiasAttentionArgs& args, const 
 
 // ---- the producer's thread ----------------------------------------------------------------------
 
+// A cluster's two blocks share something: what is a consumer's, of those of all, is brought by one
+// of them to both. A block by itself brings it all.
+struct Sharing {
+  int blocks = static_cast<int>(ptx::cluster_size());
+  int rank = static_cast<int>(ptx::cluster_rank());
+
+  __device__ __forceinline__ bool brings(int consumer) const {
+    return blocks == 1 || consumer == rank;
+  }
+  __device__ __forceinline__ void load(uint32_t to, const TensorMap& from, uint64_t& barrier, int x,
+                                       int y, int z, int w) const {
+    const uint32_t at = ptx::shared_address(&barrier);
+    if (blocks == 1) {
+      ptx::tensor_load(to, from, at, ptx::kEvictNormal, x, y, z, w);
+    } else {
+      constexpr uint16_t kBoth = 3;
+      ptx::tensor_load_multicast(to, from, at, kBoth, ptx::kEvictNormal, x, y, z, w);
+    }
+  }
+};
+
 // Boxes of one head.
 struct Bring {
   int head;
@@ -135,22 +157,22 @@ struct Bring {
   // Beyond the last row and the last element zeros arrive.
   template <int kD, int kLines>
   __device__ __forceinline__ void lines(Lines<kD, kLines>& to, const TensorMap& from,
-                                        uint64_t& barrier, int first) const {
+                                        uint64_t& barrier, int first,
+                                        const Sharing& sharing = {1, 0}) const {
 #pragma unroll 1
     for (int span = 0; span < kD / kBiasBox; ++span) {
 #pragma unroll 1
       for (int line = 0; line < kLines; line += kBiasBox) {
-        ptx::tensor_load(ptx::shared_address(to.span[span][line]), from,
-                         ptx::shared_address(&barrier), ptx::kEvictNormal, span * kBiasBox,
-                         first + line, head, batch);
+        sharing.load(ptx::shared_address(to.span[span][line]), from, barrier, span * kBiasBox,
+                     first + line, head, batch);
       }
     }
   }
   __device__ __forceinline__ void bias(BiasBox& to, const BiasAttentionArgs& args,
-                                       uint64_t& barrier, int key, int query) const {
-    ptx::tensor_load(ptx::shared_address(&to), args.bias, ptx::shared_address(&barrier),
-                     ptx::kEvictNormal, key, query, args.bias_heads == 1 ? 0 : head,
-                     args.bias_batches == 1 ? 0 : batch);
+                                       uint64_t& barrier, int key, int query,
+                                       const Sharing& sharing) const {
+    sharing.load(ptx::shared_address(&to), args.bias, barrier, key, query,
+                 args.bias_heads == 1 ? 0 : head, args.bias_batches == 1 ? 0 : batch);
   }
 };
 
@@ -177,6 +199,7 @@ struct Feed {
   Ring<L::kSlots> ring{};
   Ring<L::kBiases> biases{};
   uint32_t rows_phase = 0;
+  Sharing sharing{};  // of the bias, by blocks of two batches
 
   __device__ __forceinline__ void rows(const Bring& bring, const Unit& unit, const TensorMap& first,
                                        const TensorMap& second) {
@@ -206,12 +229,13 @@ struct Feed {
          sizeof(shared.bias[slot]) + (L::kHasColumns ? kBytes : 0));
 #pragma unroll 1
     for (int consumer = 0; consumer < kBiasConsumers; ++consumer) {
+      if (!sharing.brings(consumer)) continue;
       const int row = unit.first_row + consumer * kAttentionRows;
 #pragma unroll 1
       for (int box = 0; box < L::kColumns / kBiasBox; ++box) {
         const int column = nth * L::kColumns + box * kBiasBox;
         bring.bias(shared.bias[slot][consumer][box], args, full, L::kHasColumns ? row : column,
-                   L::kHasColumns ? column : row);
+                   L::kHasColumns ? column : row, sharing);
       }
     }
     if constexpr (L::kHasColumns) {
@@ -229,6 +253,15 @@ __device__ __forceinline__ void wait_for(const uint64_t& barrier, uint32_t phase
 __device__ __forceinline__ void release(const uint64_t& barrier) {
   __syncwarp();  // all lanes have read
   if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+}
+
+// Of what blocks of a cluster share: to all of them.
+__device__ __forceinline__ void release_shared(const uint64_t& barrier) {
+  __syncwarp();
+  const uint32_t lane = ptx::thread_index() % 32;
+  if (lane < ptx::cluster_size()) {
+    ptx::mbarrier_arrive_in_cluster(ptx::shared_address(&barrier), lane);
+  }
 }
 
 // score = rows · tileᵀ.
@@ -371,16 +404,22 @@ __device__ __forceinline__ void run_block(const Feeds& feed, const Consumes& con
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
   if (threadIdx.x == 0) L::begin(shared);
-  __syncthreads();
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
   if (static_cast<int>(threadIdx.x) >= kBiasConsumers * kWarpgroup) {
     ptx::give_registers<kProducerRegisters>();
     if (threadIdx.x == kBiasConsumers * kWarpgroup) feed(shared);
+    __syncwarp();
   } else {
     ptx::take_registers<kConsumerRegisters>();
     Here::turns().begin();
     consume(shared);
     Here::turns().end();
   }
+  // The other block may still send boxes, and arrive here.
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
 }
 
 }  // namespace fx_fuser::attention_bias

@@ -97,6 +97,7 @@ struct AttentionBiasCall {
   const Tensor& bias;  // [batch, head, query, key]; the first two may be expanded, or 1
   double scale;
   bool is_causal;
+  bool alone = false;  // no clusters of blocks
 
   int64_t all_heads() const { return q.size(0) * q.size(1); }
 
@@ -161,16 +162,22 @@ struct AttentionBiasCall {
     args.is_causal = is_causal ? 1 : 0;
     return args;
   }
+
+  // Of blocks, which share what one of them brings of the bias: of two batches each.
+  int cluster() const {
+    return !alone && q.size(0) % 2 == 0 && size_in_memory(bias, 0) == 1 ? 2 : 1;
+  }
 };
 
 // Units of one length go round. Where they differ, a multiprocessor takes the next one when it is
-// done: as a block of its own.
+// done: as a block of its own. A cluster has neighbouring units, whose number it divides.
 void launch_bias_pass(const Kernel& kernel, const BiasAttentionArgs& args, int shared_bytes,
-                      int64_t multiprocessors, int device) {
+                      int cluster, int64_t multiprocessors, int device) {
   LaunchOptions options;
   options.shared_bytes = shared_bytes;
-  const int64_t grid =
-      args.is_causal != 0 ? args.units : std::min<int64_t>(args.units, multiprocessors);
+  options.cluster = cluster;
+  const int64_t resident = std::max<int64_t>(multiprocessors / cluster, 1) * cluster;
+  const int64_t grid = args.is_causal != 0 ? args.units : std::min<int64_t>(args.units, resident);
   launch(kernel, grid, kBiasThreads, current_stream(device), args, options);
 }
 
@@ -192,7 +199,7 @@ bool run_attention_bias(const AttentionBiasKernels& kernels, const AttentionBias
   args.out = bias_rows(out);
   args.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
   args.lse_rows = lse ? static_cast<int32_t>(lse->size(2)) : 0;
-  launch_bias_pass(kernels.kernel, args, kernels.shape.forward.shared_bytes(),
+  launch_bias_pass(kernels.kernel, args, kernels.shape.forward.shared_bytes(), call.cluster(),
                    kernels.multiprocessors, device);
   return true;
 }

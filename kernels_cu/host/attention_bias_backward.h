@@ -86,10 +86,19 @@ struct AttentionBiasGradients {
            is_aligned(of_queries.data_ptr()) && units_of_bias(shape) <= kMostUnits;
   }
   static constexpr int64_t kMostUnits = std::numeric_limits<int32_t>::max() - (1 << 16);
+  // Of two tiles of keys, which share q and dO.
+  int cluster_of_bias(const BiasShape& shape) const {
+    return !call.alone && call.k.size(2) > shape.d_bias.columns ? 2 : 1;
+  }
+  // Of keys; where their number is odd, one more, which has none.
+  int64_t tiles_of_bias(const BiasShape& shape) const {
+    const int cluster = cluster_of_bias(shape);
+    return ceil_div(call.k.size(2), int64_t{shape.d_bias.columns} * cluster) * cluster;
+  }
   int64_t units_of_bias(const BiasShape& shape) const {
     if (!d_bias) return 0;
     return d_bias->size(0) * d_bias->size(1) * ceil_div(call.q.size(2), kBiasRows) *
-           ceil_div(call.k.size(2), shape.d_bias.columns);
+           tiles_of_bias(shape);
   }
 
   AttentionOfQuery* queries() const {
@@ -140,7 +149,7 @@ struct AttentionBiasGradients {
     args.d_bias = bias_rows(*d_bias);
     args.d_bias_batches = static_cast<int32_t>(d_bias->size(0));
     args.d_bias_heads = static_cast<int32_t>(d_bias->size(1));
-    args.tiles = static_cast<int32_t>(ceil_div(call.k.size(2), shape.d_bias.columns));
+    args.tiles = static_cast<int32_t>(tiles_of_bias(shape));
     args.units = static_cast<int32_t>(units_of_bias(shape));
     bool in_pairs = reinterpret_cast<uintptr_t>(d_bias->data_ptr()) % 4 == 0;
     for (int64_t d = 0; d < 3; ++d) {
@@ -164,12 +173,12 @@ bool run_attention_bias_backward(const AttentionBiasBackwardKernels& kernels,
   launch(kernels.delta, ceil_div(of_queries.count, 2 * kBiasDeltaWarps), kBiasDeltaWarps * 32,
          current_stream(device), of_queries, LaunchOptions{});
   launch_bias_pass(kernels.d_queries, gradients.queries_args(), shape.d_queries.shared_bytes(),
-                   kernels.multiprocessors, device);
+                   gradients.call.cluster(), kernels.multiprocessors, device);
   launch_bias_pass(kernels.d_keys, gradients.keys_args(shape), shape.d_keys.shared_bytes(),
-                   kernels.multiprocessors, device);
+                   gradients.call.cluster(), kernels.multiprocessors, device);
   if (gradients.d_bias) {
     launch_bias_pass(kernels.d_bias, gradients.bias_args(shape), shape.bias_shared_bytes(),
-                     kernels.multiprocessors, device);
+                     gradients.cluster_of_bias(shape), kernels.multiprocessors, device);
   }
   return true;
 }
