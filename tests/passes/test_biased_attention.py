@@ -282,6 +282,35 @@ def test_the_tag_of_caches() -> None:
     assert biased.behind(last).before is last
 
 
+def test_kernels_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bias with a gradient, in 16 bits or under autocast."""
+    monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
+    seen: list[GraphModule] = []
+
+    def look(gm: GraphModule, _: Any) -> Any:
+        seen.append(gm)
+        return gm.forward
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+    cpu = torch.device("cpu")
+    both = [
+        attention_bias.spec_for(D, torch.bfloat16, backward=backward) for backward in (False, True)
+    ]
+    for trained, amp, dtype, wanted in (
+        (True, False, torch.bfloat16, both),
+        (True, True, torch.float32, both),
+        (False, False, torch.bfloat16, []),
+        (True, False, torch.float32, []),
+    ):
+        torch._dynamo.reset()
+        bias = bias_of((), dtype).detach().requires_grad_(trained)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            torch.compile(attend, backend=look)(*qkv(dtype), bias)
+            assert biased.foreseen(seen[-1], cpu) == wanted
+
+
 # ---- in compiled nets ---------------------------------------------------------------------------
 
 
