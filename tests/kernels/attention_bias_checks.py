@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from attention_checks import LAYOUTS
 from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import attention_kernels
 from benchmarks.sm90 import CUDA, relative
@@ -111,7 +112,10 @@ def usual(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: b
     """Torch's kernel."""
     if causal:
         bias = bias.masked_fill(hidden_by_causality(*bias.shape[-2:]), -torch.inf)
-    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # of a bias with a gradient
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
 
 
 def judge(
