@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "host/attention_backward.h"
+#include "host/attention_bias.h"
+#include "host/attention_bias_backward.h"
 #include "host/attention_split.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
@@ -146,6 +148,31 @@ bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Ten
                              is_causal, {seed, dropout});
 }
 
+// tensors: q, k, v, bias. alone: no clusters of blocks.
+bool attention_bias(int64_t handle, const std::vector<Tensor>& tensors, const Tensor& out,
+                    const std::optional<Tensor>& lse, double scale, bool is_causal, bool alone) {
+  STD_TORCH_CHECK(tensors.size() == 4, "fx_fuser: attention with a bias takes 4 tensors");
+  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3],
+                               scale,      is_causal,  alone};
+  return run_attention_bias(kernels_of<AttentionBiasKernels>(handle), call, out, lse);
+}
+
+// tensors: q, k, v, bias, out, lse, dO, room for what is found of queries. to: dq, dk, dv and, if
+// wanted, the bias's.
+bool attention_bias_backward(int64_t handle, const std::vector<Tensor>& tensors,
+                             const std::vector<Tensor>& to, double scale, bool is_causal,
+                             bool alone) {
+  STD_TORCH_CHECK(tensors.size() == 8 && (to.size() == 3 || to.size() == 4),
+                  "fx_fuser: the backward of attention with a bias takes 8 tensors");
+  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3],
+                               scale,      is_causal,  alone};
+  std::optional<Tensor> d_bias;
+  if (to.size() == 4) d_bias = to[3];
+  const AttentionBiasGradients gradients{call,  tensors[4], tensors[5], tensors[6], tensors[7],
+                                         to[0], to[1],      to[2],      d_bias};
+  return run_attention_bias_backward(kernels_of<AttentionBiasBackwardKernels>(handle), gradients);
+}
+
 // tensors: q, k, v, out, lse, dO, room for what is found of queries. to: dq, and dk and dv of each
 // query head.
 bool attention_backward(int64_t handle, const std::vector<Tensor>& tensors,
@@ -203,6 +230,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "attention_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
       "bool is_causal, Tensor? seed, float dropout) -> bool");
+  m.def(
+      "attention_bias(int kernels, Tensor[] tensors, Tensor(a!) out, Tensor(b!)? lse, float scale, "
+      "bool is_causal, bool alone) -> bool");
+  m.def(
+      "attention_bias_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
+      "bool is_causal, bool alone) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
@@ -219,6 +252,8 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("implicit", TORCH_BOX(&implicit));
   m.impl("attention_split", TORCH_BOX(&attention_split));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_bias", TORCH_BOX(&attention_bias));
+  m.impl("attention_bias_backward", TORCH_BOX(&attention_bias_backward));
 }
 
 }  // namespace fx_fuser

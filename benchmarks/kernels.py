@@ -127,7 +127,7 @@ def linear_split_choice(
     return SplitChoice(chunks, bool(weight_first), ours, library)
 
 
-def _taken(op: str, spec: KernelSpec, out: Tensor, *arguments: Any) -> bool:
+def taken(op: str, spec: KernelSpec, out: Tensor, *arguments: Any) -> bool:
     """Does the kernel take the call?"""
     handle = load.handle_of(spec, out)
     if handle == load.NO_KERNEL:
@@ -158,7 +158,7 @@ def linear_dense(
 
     Returns, raises: as `linear_split`.
     """
-    return _taken("linear_dense", spec, out, x, weight, bias, out, z, operands, scalars)
+    return taken("linear_dense", spec, out, x, weight, bias, out, z, operands, scalars)
 
 
 def linear_unaligned(
@@ -183,7 +183,7 @@ def linear_unaligned(
 
     Returns, raises: as `linear_split`.
     """
-    return _taken("linear_unaligned", spec, out, x, weight, bias, out, z, operands, scalars)
+    return taken("linear_unaligned", spec, out, x, weight, bias, out, z, operands, scalars)
 
 
 def linear_combs(
@@ -202,7 +202,7 @@ def linear_combs(
 
     Returns, raises: as `linear_split`.
     """
-    return _taken("linear_combs", spec, out, x, weight, None, out, None, [], scalars)
+    return taken("linear_combs", spec, out, x, weight, None, out, None, [], scalars)
 
 
 def conv_direct(
@@ -445,7 +445,7 @@ def attention_split(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tensors = q, k, v, out, lse
-    return _taken("attention_split", spec, out, *tensors, scale, is_causal, seed, dropout)
+    return taken("attention_split", spec, out, *tensors, scale, is_causal, seed, dropout)
 
 
 def attention_backward(
@@ -481,4 +481,4 @@ def attention_backward(
     of_queries = torch.empty(batches, heads, padded, 4, device=q.device)  # kAttentionQueryFloats
     tensors = [q, k, v, out, lse, d_out, of_queries]
     given = scale, is_causal, seed, dropout
-    return _taken("attention_backward", spec, out, tensors, list(to), *given)
+    return taken("attention_backward", spec, out, tensors, list(to), *given)

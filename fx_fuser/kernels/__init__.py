@@ -18,7 +18,7 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import attention, head_loss
+from fx_fuser.kernels import attention, attention_bias, head_loss
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
 from fx_fuser.kernels.depthwise import Depthwise
@@ -96,7 +96,8 @@ def families(operands: Operands, config: Config) -> tuple[Family, ...]:
 def examples(arch: str) -> list[KernelSpec]:
     """What CI compiles for an architecture, of each kernel the one that stands for all first."""
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
-    return [*of_sites, *attention.examples(arch), *head_loss.examples()]
+    attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
+    return [*of_sites, *attentions, *head_loss.examples()]
 
 
 def unavailable(device: torch.device | str | int) -> str | None:

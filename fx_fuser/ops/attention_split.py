@@ -20,7 +20,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from fx_fuser.kernels import attention
+from fx_fuser.kernels import attention, attention_bias
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import attention_dropout, run
@@ -31,7 +31,7 @@ LSE_ROWS = 32  # torch's logarithms have a multiple of so many
 _aten = torch.ops.aten
 
 
-def _heads_like(q: Tensor, rows: int) -> Tensor:
+def heads_like(q: Tensor, rows: int) -> Tensor:
     """[batch, head, row, element] as torch's kernel lays its results out: rows before heads."""
     batch, heads, _, d = q.shape
     return q.new_empty((batch, rows, heads, d)).transpose(1, 2)
@@ -69,7 +69,7 @@ def _forward_like(
     q: Tensor, k: Tensor, v: Tensor, kernel: str, scale: float, causal: bool, save: bool,
     seed: Tensor | None = None, dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
-    out, queries = _heads_like(q, q.shape[2]), q.shape[2]
+    out, queries = heads_like(q, q.shape[2]), q.shape[2]
     if not save:
         return [out]
     return [out, q.new_empty((*q.shape[:2], -(-queries // LSE_ROWS) * LSE_ROWS))]
@@ -96,7 +96,7 @@ def _backward_like(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     kernel: str, scale: float, causal: bool, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
-    return [_heads_like(q, rows) for rows in (q.shape[2], k.shape[2], k.shape[2])]
+    return [heads_like(q, rows) for rows in (q.shape[2], k.shape[2], k.shape[2])]
 
 
 def _backward(
@@ -132,7 +132,7 @@ _LIBRARY.define("load_attention(Tensor q, str kernel) -> ()")
 
 @functools.cache
 def _specs() -> dict[str, KernelSpec]:
-    return {spec.name: spec for spec in attention.offered()}
+    return {spec.name: spec for spec in (*attention.offered(), *attention_bias.offered())}
 
 
 def _load(q: Tensor, kernel: str) -> None:

@@ -41,6 +41,7 @@ from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import attention_split, products
+from fx_fuser.passes.attention_split import biased
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
 from fx_fuser.passes.graph_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
@@ -213,7 +214,11 @@ class Passes:
         narrow = narrow_dtypes(gm)
         kernels = products.kernels_for(options, inputs, narrow) if has_gemms(gm) else None
         kernels = kernels and {
-            device: [*specs, *attention_split.foreseen(gm, device)]
+            device: [
+                *specs,
+                *attention_split.foreseen(gm, device),
+                *biased.foreseen(gm, device),
+            ]
             for device, specs in kernels.items()
         }
         return cls(options, inputs, narrow, kernels)
@@ -228,7 +233,7 @@ class Passes:
         first = pass_for(self.options, last, self.narrow)
         before = self.options.users_pass(JOINT_PASS) if first is None else first
         dropout = AttentionDropout(last.strict, last.on_cpu, before)
-        return {JOINT_PASS: dropout, LAST_PASS: attention_split.behind(last)}
+        return {JOINT_PASS: dropout, LAST_PASS: biased.behind(attention_split.behind(last))}
 
 
 def pass_for(options: Options, last: Products, narrow: Sequence[torch.dtype]) -> Provenance | None:

@@ -16,21 +16,6 @@ struct Scores {
   float score_unscale[2];
   float other_unscale[2];
 
-  // Causal keys see queries from their own on.
-  __device__ __forceinline__ void hide_below(const Place& place, const int (&first)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int left = first[r] - 2 * place.c;
-#pragma unroll
-      for (int i = 0; i < L::kScores; i += 4) {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          if (2 * i + t < left) score[i + 2 * r + t] = minus_infinity();
-        }
-      }
-    }
-  }
-
   // query_of(i): of the eight columns from 2i on.
   template <class QueryOf>
   __device__ __forceinline__ void make(typename L::Shared& shared, const QueryOf& query_of,

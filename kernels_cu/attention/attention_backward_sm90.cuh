@@ -179,7 +179,7 @@ struct Consumer {
       if (!args.is_causal || first_column >= first_row + kAttentionRows) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) edge[r] = place.row_of(unit, r) - first_column;
-      scores.hide_below(place, edge);
+      hide_below(place, edge, scores.score);
     } else {
       const int seen = args.is_causal ? min(args.column_count, first_row + 1) : args.column_count;
       if (first_column + L::kKeys <= seen) return;

@@ -257,6 +257,23 @@ __device__ __forceinline__ void hide_from(const Place& place, const int (&end)[2
   }
 }
 
+// Likewise where rows are keys: columns below `first`, causal queries ahead of a row's own.
+template <int kScores>
+__device__ __forceinline__ void hide_below(const Place& place, const int (&first)[2],
+                                           float (&score)[kScores]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int left = first[r] - 2 * place.c;
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        if (2 * i + t < left) score[i + 2 * r + t] = minus_infinity();
+      }
+    }
+  }
+}
+
 template <int kSums>
 __device__ __forceinline__ void store_row(float* row, int d, const Place& place, int r,
                                           const float (&sum)[kSums], float factor) {

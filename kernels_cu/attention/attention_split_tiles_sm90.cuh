@@ -38,6 +38,19 @@ struct alignas(8) TilesSoFar {
 // Of values that are nothing but zeros so far; 0 undoes it.
 constexpr float kScaleOfZeros = 0x1p127f;
 
+// A place in a ring of tiles, in one register: a slot, and whose turn it is there.
+template <int kSlots>
+struct Ring {
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ int slot() const { return static_cast<int>(bits / 2); }
+  __device__ __forceinline__ uint32_t phase() const { return bits % 2; }
+  __device__ __forceinline__ void advance() {
+    bits += 2;
+    if (bits >= 2 * kSlots) bits ^= 2 * kSlots ^ 1;
+  }
+};
+
 // Of, has kIs, an AttentionShape: what forward and backward have alike.
 template <class Of>
 struct Tiles {
@@ -104,17 +117,7 @@ struct Tiles {
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
   static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Rows) % 1024 == 0);
 
-  // In one register: a slot, and whose turn it is there.
-  struct PipelineState {
-    uint32_t bits = 0;
-
-    __device__ __forceinline__ int slot() const { return static_cast<int>(bits / 2); }
-    __device__ __forceinline__ uint32_t phase() const { return bits % 2; }
-    __device__ __forceinline__ void advance() {
-      bits += 2;
-      if (bits >= 2 * kSlots) bits ^= 2 * kSlots ^ 1;
-    }
-  };
+  using PipelineState = Ring<kSlots>;
 
   // By one thread, ahead of __syncthreads.
   template <class Shared>

@@ -100,6 +100,16 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t to, const TensorM
       : "memory");
 }
 
+__device__ __forceinline__ void tensor_load_multicast(uint32_t to, const TensorMap& from,
+                                                      uint32_t barrier, uint16_t blocks,
+                                                      uint64_t policy, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %3, %4;" ::"r"(to),
+      "l"(&from), "r"(barrier), "h"(blocks), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
 // Of the box what the tensor has; nothing outside it is written. Of this thread's group.
 __device__ __forceinline__ void tensor_store(const TensorMap& to, uint32_t from, int x, int y) {
   asm volatile(

@@ -1,5 +1,5 @@
-// Attention as graphs call it: results as torch has them. fx_fuser/ops/attention_split.py says what
-// the arguments mean.
+// Attention as graphs call it: results as torch has them. fx_fuser/ops/attention_split.py and
+// attention_bias.py say what the arguments mean.
 #pragma once
 
 #include <array>
@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "host/attention_backward.h"
+#include "host/attention_bias.h"
+#include "host/attention_bias_backward.h"
 #include "host/attention_split.h"
 #include "host/made.h"
 
@@ -72,6 +74,62 @@ std::optional<Made> make_attention_backward(const Tensor& d_out, const Tensor& q
                                 d_q, d_k, d_v, scale, is_causal, of_weights};
   if (!run_attention_backward(*kernels, call)) return std::nullopt;
   return Made(std::vector<Tensor>{d_q, d_k, d_v});
+}
+
+// ---- with a bias --------------------------------------------------------------------------------
+
+std::optional<Made> make_attention_bias(const Tensor& q, const Tensor& k, const Tensor& v,
+                                        const Tensor& bias, const std::string& kernel, double scale,
+                                        bool is_causal, bool save) {
+  const auto* kernels = attention_kernels<AttentionBiasKernels>(kernel, q);
+  if (kernels == nullptr) return std::nullopt;
+  const Tensor out = new_heads(q, q.size(2));
+  std::optional<Tensor> lse;
+  if (save) {
+    lse = new_dense(q, {q.size(0), q.size(1), padded_lse(q.size(2))}, ScalarType::Float);
+  }
+  const AttentionBiasCall call{q, k, v, bias, scale, is_causal};
+  if (!run_attention_bias(*kernels, call, out, lse)) return std::nullopt;
+  return Made(out, lse);
+}
+
+// Of the gradient of a bias.
+constexpr int64_t kOfBiasSummed = 1;  // over what shares it
+constexpr int64_t kOfBiasWhole = 2;
+
+// Whole, it has torch's layout: rows to a multiple of 16.
+Tensor new_bias_gradient(const Tensor& q, const Tensor& bias, int64_t of_bias) {
+  constexpr int64_t kPitch = 16;
+  const bool whole = of_bias == kOfBiasWhole;
+  const int64_t queries = bias.size(2);
+  const int64_t keys = bias.size(3);
+  const int64_t pitch = whole ? ceil_div(keys, kPitch) * kPitch : keys;
+  const std::array<int64_t, 4> sizes{whole ? q.size(0) : bias.size(0),
+                                     whole ? q.size(1) : bias.size(1), queries, keys};
+  const std::array<int64_t, 4> strides{sizes[1] * queries * pitch, queries * pitch, pitch, 1};
+  return new_strided(q, sizes.data(), strides.data(), sizes.size(), q.scalar_type());
+}
+
+std::optional<Made> make_attention_bias_backward(const Tensor& d_out, const Tensor& q,
+                                                 const Tensor& k, const Tensor& v,
+                                                 const Tensor& bias, const Tensor& out,
+                                                 const Tensor& lse, const std::string& kernel,
+                                                 double scale, bool is_causal, int64_t of_bias) {
+  const auto* kernels = attention_kernels<AttentionBiasBackwardKernels>(kernel, q);
+  if (kernels == nullptr) return std::nullopt;
+  const Tensor d_q = new_heads(q, q.size(2));
+  const Tensor d_k = new_heads(q, k.size(2));
+  const Tensor d_v = new_heads(q, k.size(2));
+  std::optional<Tensor> d_bias;
+  if (of_bias != 0) d_bias = new_bias_gradient(q, bias, of_bias);
+  const Tensor of_queries =
+      new_dense(q, {q.size(0), q.size(1), padded_bias_queries(q), 2}, ScalarType::Float);
+  const AttentionBiasCall call{q, k, v, bias, scale, is_causal};
+  const AttentionBiasGradients gradients{call, out, lse, d_out, of_queries, d_q, d_k, d_v, d_bias};
+  if (!run_attention_bias_backward(*kernels, gradients)) return std::nullopt;
+  std::vector<Tensor> made{d_q, d_k, d_v};
+  if (d_bias) made.push_back(*d_bias);
+  return Made(std::move(made));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention/attention_backward_args.h"
+#include "attention/attention_bias_args.h"
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
@@ -39,6 +40,11 @@ std::vector<std::string> contract() {
     backward += " " + std::to_string(shape.tiles.d) + ":" + std::to_string(shape.tiles.rows()) +
                 "x" + std::to_string(shape.tiles.keys);
   }
+  std::string biases = "biases";
+  for (const BiasShape& shape : kBiasShapes) {
+    biases += " " + std::to_string(shape.forward.d) + ":" + std::to_string(kBiasRows) + "x" +
+              std::to_string(shape.forward.columns);
+  }
   return {"limit tensors " + std::to_string(kMaxInputs),
           "limit numbers " + std::to_string(kMaxScalars),
           "limit shared " + std::to_string(kStemShared),
@@ -47,7 +53,8 @@ std::vector<std::string> contract() {
           combs,
           attention,
           dropout,
-          backward};
+          backward,
+          biases};
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
 // host/device.h) and into every CUDA torch from 2.11 on. The driver is given to it by `use_driver`.
 #include "host/attention_backward.h"
+#include "host/attention_bias.h"
+#include "host/attention_bias_backward.h"
 #include "host/attention_split.h"
 #include "host/batch_stats.h"
 #include "host/contract.h"

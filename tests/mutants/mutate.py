@@ -31,6 +31,7 @@ sys.path += [str(ROOT / "tests" / room) for room in ("", "graph", "oracle")]
 import mutants_aoti
 import mutants_aten
 import mutants_attention
+import mutants_attention_bias
 import mutants_attention_split
 import mutants_bmm
 import mutants_by_hand
@@ -217,9 +218,9 @@ def survives(mutant: Mutant, server: ForkingServer) -> bool:
 
 def all_mutants() -> list[Mutant]:
     batches = (
-        mutants_matching, mutants_aoti, mutants_aten, mutants_attention, mutants_attention_split,
-        mutants_bmm, mutants_by_hand, mutants_cache, mutants_extreme, mutants_halves, mutants_heads,
-        mutants_install, mutants_masks,
+        mutants_matching, mutants_aoti, mutants_aten, mutants_attention, mutants_attention_bias,
+        mutants_attention_split, mutants_bmm, mutants_by_hand, mutants_cache, mutants_extreme,
+        mutants_halves, mutants_heads, mutants_install, mutants_masks,
         mutants_provenance, mutants_rest, mutants_tp, mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)

@@ -206,9 +206,9 @@ NAMED = {
     "ops.folded": {"folded"},
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
-    "ops.library": {"attention", "folded", "unaligned"},
+    "ops.library": {"attention", "attention_bias", "folded", "unaligned"},
     "ops.attention_dropout": {"attention"},
-    "ops.attention_split": {"attention"},
+    "ops.attention_split": {"attention", "attention_bias"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
@@ -216,6 +216,7 @@ NAMED = {
     "planning.plan": {"folded"},
     "verify.rivals": {"folded"},
     "passes.attention_split.__init__": {"attention"},
+    "passes.attention_split.biased": {"attention_bias"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.head_loss": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites

@@ -27,6 +27,7 @@ from fx_fuser.passes.attention_split import (
     COUNTERS,
     AttentionSplit,
 )
+from fx_fuser.passes.attention_split.biased import AttentionBias
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
 from fx_fuser.planning import contest, plan
 from fx_fuser.planning.timing import Timing
@@ -186,7 +187,9 @@ def test_it_runs_behind_the_pass_over_gemms(
         last = products.Products(options.strict)
         assert found == {
             JOINT_PASS: AttentionDropout(options.strict),
-            LAST_PASS: AttentionSplit(options.strict, before=last),
+            LAST_PASS: AttentionBias(
+                options.strict, before=AttentionSplit(options.strict, before=last)
+            ),
         }
     both = provenance.Passes(Options(), [x], (torch.bfloat16,), {GPU: []}).load()
     assert both.keys() == {JOINT_PASS, LAST_PASS}

@@ -321,7 +321,7 @@ class Site:
                 several = call(graph, node, run.MANY, *arguments)
                 count = len(several.meta["val"])
                 made = [call(graph, node, operator.getitem, several, i) for i in range(count)]
-            new = {i: made[i] if i < len(made) else _empty_like(item)
+            new = {i: made[i] if i < len(made) else not_read(item)
                    for i, item in self.items.items()}  # fmt: skip
         for i, item in self.items.items():
             forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
@@ -481,8 +481,8 @@ def _is_aligned(form: TensorForm) -> bool:
     return not form.offset and form.stride[3] == 1 and all(s > 0 and s % 4 == 0 for s in steps)
 
 
-def _empty_like(item: Node) -> Node:
-    """torch's seed or offset, which our backward does not read."""
+def not_read(item: Node) -> Node:
+    """torch's seed or offset, which our backwards do not read."""
     value = item.meta["val"]
     like = {"dtype": value.dtype, "device": value.device}
     return call(item.graph, item, _aten.empty_strided.default, [], [], **like)

@@ -59,6 +59,11 @@ inline void tensor_load_multicast(uint32_t to, const TensorMap& from, uint32_t b
                                   Where where = Where::here()) {
   emulator::load_tensor(to, &from, barrier, blocks, {x, y, z, 0}, 3, where);
 }
+inline void tensor_load_multicast(uint32_t to, const TensorMap& from, uint32_t barrier,
+                                  uint16_t blocks, uint64_t /*policy*/, int x, int y, int z, int w,
+                                  Where where = Where::here()) {
+  emulator::load_tensor(to, &from, barrier, blocks, {x, y, z, w}, 4, where);
+}
 inline void tensor_store(const TensorMap& to, uint32_t from, int x, int y,
                          Where where = Where::here()) {
   emulator::store_tensor(&to, from, {x, y, 0, 0}, 2, where);

@@ -1,0 +1,309 @@
+"""Inductor's graph of ATen operations → the same, with 16-bit attention with a bias by fx_fuser's
+kernels where faster.
+
+A trained bias leaves torch its memory-efficient kernel alone, whose backward writes the bias's
+gradient of each batch and head; what shares the bias is summed behind it. Both are replaced, apart
+as in `fx_fuser.passes.attention_split`, by functions of `fx_fuser.ops.attention_bias`: the backward
+with the sum, where nothing else reads what is summed. Each is timed once beside torch's, for each
+sizes and strides.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fx_fuser.graph.attention.calls import ATTENTIONS
+from fx_fuser.graph.read.nodes import argument_of, meta_tensor
+from fx_fuser.kernels import attention_bias
+from fx_fuser.native import limits, load
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.ops import run
+from fx_fuser.ops.attention_bias import BACKWARD, FORWARD, NO_GRADIENT, SUMMED, WHOLE
+from fx_fuser.ops.attention_split import LSE_ROWS
+from fx_fuser.passes.attention_split import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COUNTERS,
+    arguments_of,
+    items_of,
+    not_read,
+)
+from fx_fuser.passes.graph_pass import GraphPass, call, loaded
+from fx_fuser.planning import bench_ops, contest
+from fx_fuser.planning.bench_ops import TensorForm
+from fx_fuser.planning.timing import Candidate
+
+log = logging.getLogger("fx_fuser.passes.attention_bias")
+
+_aten = torch.ops.aten
+# Function → the operation's arguments that it reads.
+_OPERANDS = "query", "key", "value", "attn_bias"
+_TENSORS = {FORWARD: _OPERANDS, BACKWARD: ("grad_out_", *_OPERANDS, "out", "logsumexp")}
+_LSE, _OF_BIAS = 1, 3  # indices of results, of forward and backward
+_LANES = 8  # of 16 bits in a vector of 16 bytes
+
+
+@dataclass(frozen=True)
+class AttentionBias(GraphPass):
+    """16-bit attention with a bias."""
+
+    COUNTERS = COUNTERS
+    TARGETS: ClassVar[Sequence[Any]] = (ATTENTION, ATTENTION_BACKWARD)
+    KIND = "an attention with a bias"
+
+    def settings(self) -> tuple[Any, ...]:
+        names = (spec.name for spec in attention_bias.offered())
+        return *super().settings(), "bias", *names
+
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        return self._replace
+
+    def _replace(self, node: Node) -> str | None:
+        site = Site.of(node, self.on_cpu)
+        if site is None or not (self.on_cpu or self._gains(site)):
+            return None
+        site.replace()
+        return " with a bias"
+
+    def _gains(self, site: Site) -> bool:
+        if not load.runs_on(site.spec, site.device) or site.is_small():
+            return False
+        return bool(loaded([site.spec], site.device, self.KIND, self.strict)) and site.gains()
+
+
+def behind(last: GraphPass) -> AttentionBias:
+    """The pass, which runs that over other attentions first."""
+    return AttentionBias(last.strict, last.on_cpu, last)
+
+
+def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
+    """The kernels that the pass may ask for, to be compiled beside others before it does."""
+    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    found = dict.fromkeys(spec for node in nodes for spec in _foreseen_at(node, device))
+    return [spec for spec in found if load.runs_on(spec, device)]
+
+
+def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
+    """For a bias without gradient torch has a faster kernel than the one that the pass replaces."""
+    if node.op != "call_function" or node.target not in ATTENTIONS:
+        return
+    given = (argument_of(node, i, name) for i, name in ((0, "query"), (3, "attn_mask")))
+    query, mask = (meta_tensor(n) if isinstance(n, Node) else None for n in given)
+    if query is None or mask is None or query.device != device or not mask.requires_grad:
+        return
+    d, kind = query.shape[-1], device.type
+    if not isinstance(d, int) or not torch.is_grad_enabled():
+        return
+    within = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if within else query.dtype
+    for backward in (False, True):
+        spec = attention_bias.spec_for(d, dtype, backward)
+        if spec is not None:
+            yield spec
+
+
+@dataclass(frozen=True)
+class Site:
+    """A node that a function of `fx_fuser.ops.attention_bias` can compute.
+
+    forms: name → of what it reads; of the bias without what is expanded: `shared` of the first two
+    dimensions. of_bias: the gradient that it makes of it. items: index → the node that takes this
+    one of the results; of a gradient that is summed the sum.
+    """
+
+    node: Node
+    function: str
+    forms: Mapping[str, TensorForm]
+    shared: tuple[int, ...]
+    scale: float
+    causal: bool
+    of_bias: int
+    items: Mapping[int, Node]
+    spec: KernelSpec
+
+    @classmethod
+    def of(cls, node: Node, on_cpu: bool) -> Site | None:
+        """Of this node; None where torch's operation stays."""
+        function = FORWARD if node.target is ATTENTION else BACKWARD
+        given, items = arguments_of(node), items_of(node)
+        if items is None or not _is_plain(given) or not _makes(items, given):
+            return None
+        tensors = {name: given[name] for name in _TENSORS[function]}
+        forms = _forms(tensors, "cpu" if on_cpu else "cuda")
+        if forms is None or not _fit(forms):
+            return None
+        bias, d = forms["attn_bias"], forms["query"].size[-1]
+        shared = tuple(i for i in (0, 1) if bias.size[i] > 1 and bias.stride[i] == 0)
+        sizes = tuple(1 if i in shared else n for i, n in enumerate(bias.size))
+        forms["attn_bias"] = replace(bias, size=sizes)
+        spec = attention_bias.spec_for(d, bias.dtype, function == BACKWARD)
+        if spec is None or not all(_is_aligned(f) for n, f in forms.items() if n != "logsumexp"):
+            return None
+        of_bias = NO_GRADIENT
+        if function == BACKWARD and _OF_BIAS in items:
+            of_bias = WHOLE
+            summed = _sum_of(items[_OF_BIAS], shared)
+            if summed is not None:
+                of_bias, items = SUMMED, {**items, _OF_BIAS: summed}
+        scale = d**-0.5 if given["scale"] is None else float(given["scale"])
+        causal = given["is_causal"]
+        return cls(node, function, forms, shared, scale, causal, of_bias, items, spec)
+
+    @property
+    def device(self) -> torch.device:
+        return self.forms["query"].device
+
+    def is_small(self) -> bool:
+        """Is torch's done within some 10 us?  The kernel needs as much to begin."""
+        operations = 4 * math.prod(self.forms["query"].size) * self.forms["key"].size[2]
+        return operations / (4 * limits.of(self.device).fp32) < 10e-6
+
+    def gains(self) -> bool:
+        """Is it faster than torch's, at these sizes and strides?"""
+        forms = (f"{name} {form}" for name, form in self.forms.items())
+        key = (self.function, *forms, self.scale, self.causal, self.of_bias, _LSE in self.items)
+        found = contest.times(key, self._candidates, self.device)
+        if isinstance(found, str):
+            return False
+        torchs, ours = (took.gpu for took in found)
+        log.info("%s of %s: torch's %.4g ms, ours %.4g", self.function, self.forms["query"].size,
+                 torchs, ours)  # fmt: skip
+        return contest.gains(ours, torchs)
+
+    def _candidates(self) -> list[Candidate]:
+        """Torch's, and ours."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        values = {name: form.random(generator) for name, form in self.forms.items()}
+        values["query"] /= self.scale * self.forms["query"].size[-1] ** 0.5  # logits near 1
+        if self.function == BACKWARD:
+            operands = [values[name] for name in _OPERANDS]
+            forward = self._call(FORWARD, operands, save=True)
+            for name, saved in zip(("out", "logsumexp"), run.IN_TORCH(*forward)):
+                values[name].copy_(saved)
+        given = self._call(self.function, [*values.values()], _LSE in self.items)
+        runs = [functools.partial(op, *given) for op in (run.IN_TORCH, run.MANY)]
+        bench_ops.compare(runs, self.function, self.forms["query"].dtype)
+        return [*map(Candidate, runs)]
+
+    def _call(self, function: str, tensors: Sequence[Any], save: bool) -> run.Arguments:
+        last = save if function == FORWARD else self.of_bias
+        given = self.spec.name, self.scale, self.causal, last
+        return run.arguments(function, (*tensors, *given))
+
+    def _read(self) -> list[Node]:
+        """Arguments as they are now: another attention, which was replaced, may have made one."""
+        given = arguments_of(self.node)
+        bias = given["attn_bias"]
+        for i in self.shared:
+            bias = call(bias.graph, bias, _aten.slice.Tensor, bias, i, 0, 1)
+        given["attn_bias"] = bias
+        return [given[name] for name in _TENSORS[self.function]]
+
+    def replace(self) -> None:
+        graph, node = self.node.graph, self.node
+        saves = _LSE in self.items
+        with graph.inserting_before(node):
+            arguments = self._call(self.function, self._read(), saves)
+            if self.function == FORWARD and not saves:
+                made = [call(graph, node, run.ONE, *arguments)]
+            else:
+                several = call(graph, node, run.MANY, *arguments)
+                count = len(several.meta["val"])
+                made = [call(graph, node, operator.getitem, several, i) for i in range(count)]
+            new = {i: made[i] if i < len(made) else not_read(item)
+                   for i, item in self.items.items()}  # fmt: skip
+        for i, item in self.items.items():
+            forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
+            if forms[0] != forms[1]:
+                raise RuntimeError(f"result {i} would be {forms[1]}, not {forms[0]}")
+        for i, item in self.items.items():
+            item.replace_all_uses_with(new[i])
+        if self.of_bias == SUMMED:
+            graph.erase_node(self.items[_OF_BIAS])
+        for item in list(node.users):
+            graph.erase_node(item)
+        graph.erase_node(node)
+
+
+def _is_plain(given: Mapping[str, Any]) -> bool:
+    """Is it attention with a bias and without dropout, whose numbers do not change?"""
+    scale = given["scale"]
+    if not isinstance(given["attn_bias"], Node) or type(given["is_causal"]) is not bool:
+        return False
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        return False
+    return scale != 0 and isinstance(given["dropout_p"], (int, float)) and given["dropout_p"] == 0
+
+
+def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:
+    """Does the function make all results that are used?"""
+    if any(not isinstance(item.meta.get("val"), Tensor) for item in items.values()):
+        return False
+    if "grad_input_mask" in given:
+        return given["grad_input_mask"][_OF_BIAS] or _OF_BIAS not in items
+    return given["compute_log_sumexp"] is True or _LSE not in items
+
+
+def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
+    """Of tensors of one 16-bit dtype on one such device, but for fp32 logarithms; None if they are
+    not, or their sizes are not known."""
+    found: dict[str, TensorForm] = {}
+    for name, node in tensors.items():
+        value = node.meta.get("val") if isinstance(node, Node) else None
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        form = bench_ops.form_of_value(value)
+        if form is None or form.device.type != device:
+            return None
+        if not all(isinstance(n, int) for n in (*value.shape[-1:], *value.stride())):
+            return None
+        found[name] = form
+    dtypes = {form.dtype for name, form in found.items() if name != "logsumexp"}
+    is_one = len(dtypes) == 1 and len({form.device for form in found.values()}) == 1
+    return found if is_one and dtypes <= {*attention_bias.DTYPES} else None
+
+
+def _fit(forms: Mapping[str, TensorForm]) -> bool:
+    """Are these one attention's, with something in each?"""
+    q, k, v, bias = (forms[name].size for name in _OPERANDS)
+    if len(q) != 4 or k != v or (*k[:2], k[3]) != (*q[:2], q[3]) or 0 in (*q, *k):
+        return False
+    if bias != (*q[:3], k[2]):
+        return False
+    if "out" not in forms:
+        return True
+    lse = forms["logsumexp"]
+    rows = -(-q[2] // LSE_ROWS) * LSE_ROWS
+    is_lse = (lse.size, lse.stride) == ((*q[:2], rows), (q[1] * rows, rows, 1))
+    is_fp32 = lse.dtype == torch.float32
+    return is_lse and is_fp32 and forms["out"].size == forms["grad_out_"].size == q
+
+
+def _is_aligned(form: TensorForm) -> bool:
+    """May TMA bring it, with elements that are adjacent, in vectors of 16 bytes?"""
+    steps = [step for n, step in zip(form.size[:3], form.stride) if n > 1]
+    return not form.offset and form.stride[3] == 1 and all(s > 0 and s % _LANES == 0 for s in steps)
+
+
+def _sum_of(gradient: Node, shared: Sequence[int]) -> Node | None:
+    """The sum over what shares the bias, if nothing else reads its gradient."""
+    if len(gradient.users) != 1 or not shared:
+        return None
+    (user,) = gradient.users
+    if user.target is not _aten.sum.dim_IntList:
+        return None
+    given = arguments_of(user)
+    dims, keeps = given["dim"], given["keepdim"]
+    if dims is None or sorted(d % 4 for d in dims) != [*shared] or keeps is not True:
+        return None
+    return user if user.meta["val"].dtype == gradient.meta["val"].dtype else None

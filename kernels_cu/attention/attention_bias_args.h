@@ -1,0 +1,113 @@
+// What the host tells the attention of 16-bit operands with a bias (attention_bias_sm90.cuh and
+// attention_bias_backward_sm90.cuh), and how a block's shared memory is divided.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_split_args.h"
+#include "common/tensor_map.h"
+
+namespace fx_fuser {
+
+// TMA brings boxes of 64 lines of 64 elements, a line one swizzle span.
+constexpr int kBiasBox = 64;
+constexpr int kBiasBoxBytes = kBiasBox * kAttentionSpanBytes;
+constexpr int kBiasConsumers = 2;  // warpgroups that multiply; one more brings tiles
+constexpr int kBiasThreads = (kBiasConsumers + 1) * kAttentionWarpgroup;
+constexpr int kBiasRows = kBiasConsumers * kAttentionRows;  // of a block
+constexpr int kBiasOfQueries = 1024;  // bytes of AttentionOfQuery that lie beside a tile, at most
+
+// Rows, queries or keys, stay with a block while tiles of the others pass.
+struct BiasPass {
+  int d;         // elements of a head, at most
+  int columns;   // of a tile: keys or queries
+  int slots;     // tiles on their way or in use; of the bias's gradient, rows and tiles
+  int biases;    // likewise, tiles of the bias
+  int operands;  // tensors whose rows stay: q, or q and dO, or k and v
+
+  constexpr int rows_bytes() const { return operands * kBiasRows * d * 2; }
+  constexpr int tile_bytes() const { return columns * d * 2; }
+  constexpr int bias_bytes() const { return kBiasRows * columns * 2; }
+  constexpr int shared_bytes() const {
+    const int barriers = (2 * slots + 2 * biases + 2 * kBiasConsumers) * 8;
+    return rows_bytes() + slots * tile_bytes() + biases * (bias_bytes() + kBiasOfQueries) +
+           barriers;
+  }
+};
+
+struct BiasShape {
+  BiasPass forward;
+  BiasPass d_queries;
+  BiasPass d_keys;  // and values
+  BiasPass d_bias;  // a slot has q, dO, k and v
+  constexpr int bias_slot_bytes() const {
+    return 2 * kBiasRows * d_bias.d * 2 + 2 * d_bias.tile_bytes() + kBiasOfQueries;
+  }
+  constexpr int bias_shared_bytes() const {
+    return d_bias.slots * bias_slot_bytes() + d_bias.bias_bytes() + (2 * d_bias.slots + 2) * 8;
+  }
+};
+constexpr BiasShape kBiasShapes[] = {
+    {{64, 128, 6, 2, 1}, {64, 128, 6, 2, 2}, {64, 64, 8, 3, 2}, {64, 128, 2, 1, 0}},
+    {{128, 128, 4, 2, 1}, {128, 64, 6, 2, 2}, {128, 64, 6, 3, 2}, {128, 64, 2, 1, 0}},
+};
+constexpr int kBiasShapeCount = sizeof(kBiasShapes) / sizeof(kBiasShapes[0]);
+
+// [batch, head, row, element] of 16 bits with adjacent elements; strides in elements.
+struct BiasRows {
+  void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
+constexpr int kBiasDeltaWarps = 8;       // of a block, which take two queries each
+constexpr int kBiasQueriesPadded = 128;  // a head's have room for a multiple of so many
+
+struct BiasAttentionArgs {
+  // [element, row, head, batch], of the bias [key, query, head, batch].
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+  TensorMap d_out;
+  TensorMap bias;
+  TensorMap of_queries;  // the same as below, 16 a line
+  BiasRows out;          // of the forward
+  BiasRows d_rows;       // dq, or dk
+  BiasRows d_values;
+  BiasRows d_bias;
+  const AttentionOfQuery* of_query;  // [batch, head, padded]
+  float* lse;   // [batch, head, lse_rows], infinity beyond the last query; or null
+  float scale;  // of the logits
+  int32_t d;
+  int32_t queries;
+  int32_t keys;
+  int32_t lse_rows;
+  int32_t padded;  // queries of a head in of_queries
+  int32_t batches;
+  int32_t heads;
+  int32_t bias_batches;  // 1 where all share the bias
+  int32_t bias_heads;
+  int32_t d_bias_batches;  // likewise of its gradient: 1 where it is summed over batches
+  int32_t d_bias_heads;
+  int32_t blocks;  // of a head's rows
+  int32_t tiles;   // of keys; of the bias's gradient alone
+  int32_t units;
+  int32_t is_causal;
+  int32_t in_pairs;  // may two elements of the bias's gradient be stored at once?
+};
+
+struct BiasDeltaArgs {
+  BiasRows out;
+  BiasRows d_out;
+  const float* lse;              // [head of all batches, lse_rows]
+  AttentionOfQuery* of_queries;  // [head of all batches, padded]
+  int64_t count;                 // of that
+  int32_t queries;
+  int32_t lse_rows;
+  int32_t padded;
+  int32_t heads;
+  int32_t d;
+};
+
+}  // namespace fx_fuser
