@@ -190,9 +190,9 @@ def _check_head(view: View, head: Head) -> None:
     operands = [n for n in site.operands.values() if n is not None]
     if any(type(meta_tensor(n)) is not FakeTensor for n in operands):
         raise _Stays("an operand of its Linear is no plain tensor")
-    regions = {view.region[n] for n in (*head.nodes, *site.nodes)}
-    if region.functional_level() is not None or regions != {region}:
-        raise _Stays("its Linear runs under another grad mode or autocast, or within a transform")
+    regions = {view.region[n].beside_autocast() for n in (*head.nodes, *site.nodes)}
+    if region.functional_level() is not None or len(regions) > 1:
+        raise _Stays("its Linear runs under another grad mode, or within a transform")
     if not view.reshaped.keys().isdisjoint(storages((*operands, *head.nodes))):
         raise _Stays("an operand is reshaped in place")
     if _is_written(view, head, loss):

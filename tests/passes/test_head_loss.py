@@ -91,10 +91,23 @@ def twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return viewed(m, x, y) + 0.5 * shifted(m, x, y)
 
 
+def linear_without_autocast(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", BF16, enabled=False):
+        logits = m.biased(x.to(m.biased.weight.dtype))
+    return F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+
+
+def loss_without_autocast(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """As who wants it in fp32 writes it."""
+    logits = m.head(x)
+    with torch.autocast("cpu", enabled=False):
+        return F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+
+
 FORMS = {
     viewed: 1, shifted: 1, as_causal_models: 1, as_masked_models: 1, by_matmul: 1,
     by_another_matmul: 1, by_addmm: 1, of_a_few_rows: 1, of_one_sample: 1, of_log_softmax: 1,
-    by_modules: 1, twice: 2,
+    by_modules: 1, loss_without_autocast: 1, twice: 2,
 }  # fmt: skip
 
 
@@ -109,6 +122,23 @@ def test_under_autocast(body: Body) -> None:
 def test_weights_of_16_bits(body: Body, dtype: torch.dtype) -> None:
     """Without `float()` the loss has 16 bits, too."""
     check(model(body, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=FORMS[body])
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_linear_without_autocast(inner: str) -> None:
+    """Weights of bf16 are multiplied as they are, and the loss reads what it finds."""
+    given = rows(B, T, dtype=BF16), labels(B, T)
+    check(model(linear_without_autocast, BF16), *given, inner=inner)
+    check(model(autocast(linear_without_autocast), BF16), *given, heads=2, inner=inner)
+
+
+def test_autocast_of_the_linear_alone() -> None:
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            logits = m.biased(x)
+        return F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+
+    check(model(body), rows(B, T), labels(B, T))
 
 
 def test_autocast_around_the_graph() -> None:

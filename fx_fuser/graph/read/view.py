@@ -61,6 +61,11 @@ class Region:
                     entered.enter_context(torch.autocast(*node.args))  # type: ignore[arg-type]
             yield
 
+    def beside_autocast(self) -> Region:
+        """All modes but autocast, which the dtypes of values show."""
+        kept = (n for n in self.entered if getattr(n.target, "__name__", "") != "_enter_autocast")
+        return Region(self.settings, tuple(kept))
+
     def functional_level(self) -> Node | None:
         """The node that opened a functorch or forward-AD level around here, if one did."""
         marks = ("_increment_nesting", "dual_level")
