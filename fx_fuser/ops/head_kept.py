@@ -34,8 +34,9 @@ from fx_fuser.ops import run
 from fx_fuser.ops.head_loss import (
     OPERANDS,
     add_products,
+    cut_off,
     padded,
-    rows_of_piece,
+    pieces_of,
     sums_of,
     width_of,
     write_gradient,
@@ -80,24 +81,29 @@ def _grads(
     wanted: Sequence[str],
 ) -> list[Tensor]:
     """Those of x and weight in their dtypes, that of a bias in fp32. scale: of each row's."""
-    compute = logits.dtype
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        (rows, columns), logits = logits.shape, _rows(logits)
-        height = rows_of_piece(rows, weight, compute, wanted)
-        operand, labels = padded(weight, compute), labels.contiguous()
-        totals = sums_of(x, weight, compute, wanted, height)
-        buffer = x.new_empty((height, width_of(columns)), dtype=compute)
-        for first in range(0, rows, height):
-            part = x[first : first + height].to(compute)
-            piece, gradient = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
-            of_piece = logits[piece], sums[piece], labels[piece], scale[piece]
-            _gradient(*of_piece, gradient, ignore_index)
-            add_products(totals, piece, gradient, part, operand)
-        counts, dtypes = {"x": rows}, {"x": x.dtype, "weight": weight.dtype}
-        return [
-            total[: counts.get(name, columns)].to(dtypes.get(name, torch.float32))
-            for name, total in totals.items()
-        ]
+        rows, columns = logits.shape
+        given = x, weight, _rows(logits), labels.contiguous(), sums, scale
+        totals = _sums_over_pieces(*given, ignore_index, wanted)
+        return cut_off(totals, rows, columns, {"x": x.dtype, "weight": weight.dtype})
+
+
+def _sums_over_pieces(
+    x: Tensor, weight: Tensor, logits: Tensor, labels: Tensor, sums: Tensor, scale: Tensor,
+    ignore_index: int, wanted: Sequence[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The wanted gradients. The memory of a piece is free again when it returns."""
+    (rows, columns), compute = logits.shape, logits.dtype
+    pieces = pieces_of(rows, weight, compute, wanted)
+    operand, totals = padded(weight, compute), sums_of(x, weight, wanted, pieces)
+    buffer = x.new_empty((pieces.rows, width_of(columns)), dtype=compute)
+    for first in range(0, rows, pieces.rows):
+        part = x[first : first + pieces.rows].to(compute)
+        piece, gradient = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
+        of_piece = logits[piece], sums[piece], labels[piece], scale[piece]
+        _gradient(*of_piece, gradient, ignore_index)
+        add_products(totals, piece, gradient, part, operand)
+    return totals
 
 
 def _grads_like(x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:

@@ -39,7 +39,7 @@ from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import load
 from fx_fuser.ops.head_kept import HEAD_LOSS_KEPT, Returned
-from fx_fuser.ops.head_loss import HEAD_LOSS, OPERANDS, rows_of_piece, width_of
+from fx_fuser.ops.head_loss import HEAD_LOSS, OPERANDS, pieces_of, width_of
 from fx_fuser.options import Options
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
@@ -252,11 +252,8 @@ def _gain(head: Head, stay: bool, is_returned: bool, options: Options) -> int | 
         return None
     trains = value_of(head.nodes[0]).requires_grad
     wanted = OPERANDS if trains else ()
-    piece = (
-        rows_of_piece(count // columns, value_of(weight), head.kind, wanted)
-        * width_of(columns)
-        * itemsize
-    )
+    pieces = pieces_of(count // columns, value_of(weight), head.kind, wanted)
+    piece = pieces.rows * width_of(columns) * itemsize
     # A graph that returns logits gets a gradient of theirs, of zeros.
     return max((1 + trains - stay + is_returned) * whole - piece, 0)
 

@@ -187,6 +187,27 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{TESTS}::test_pieces_of_rows[dtype0-129]",),
     ),
     (
+        "heads: few pieces add in bf16",
+        OP,
+        "_ADDED = 2",
+        "_ADDED = 3",
+        (f"{TESTS}::test_pieces_that_add_in_bf16",),
+    ),
+    (
+        "heads: a setting of torch's keeps sums wide",
+        OP,
+        "return not torch.backends",
+        "return False and torch.backends",
+        (f"{TESTS}::test_where_torchs_setting_keeps_sums_wide",),
+    ),
+    (
+        "heads: the logits' memory is free before a sum is rounded",
+        OP,
+        "max(2 * height + 4 * k, 6 * k)",
+        "2 * height + 6 * k",
+        (f"{TESTS}::test_sizes_of_pieces",),
+    ),
+    (
         "heads: NaN of a row that does not count",
         OP,
         "to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]",

@@ -326,7 +326,7 @@ def test_pieces_of_rows(
     """Their gradients add as in one gemm."""
     monkeypatch.setattr(head_loss, "_ROWS", 1)
     made = model(autocast(returned, dtype)) if casts else model(returned, dtype)
-    assert head_loss.rows_of_piece(count, made.biased.weight, dtype) == min(count, 128)
+    assert head_loss.pieces_of(count, made.biased.weight, dtype).rows == min(count, 128)
     x = rows(1, count, dtype=torch.float32 if casts else dtype)
     check(made, x, labels(1, count), taken=first)
 
