@@ -191,7 +191,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         OP,
         "_ADDED = 2",
         "_ADDED = 3",
-        (f"{TESTS}::test_pieces_that_add_in_bf16",),
+        (f"{TESTS}::test_pieces_that_add_in_bf16[True-0.3333333333333333-1.0-0.02]",),
     ),
     (
         "heads: a setting of torch's keeps sums wide",
@@ -205,7 +205,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         OP,
         "max(2 * height + 4 * k, 6 * k)",
         "2 * height + 6 * k",
-        (f"{TESTS}::test_sizes_of_pieces",),
+        (f"{TESTS}::test_sizes_of_pieces[10240-2048-dtype10-2048-False]",),
     ),
     (
         "heads: NaN of a row that does not count",
