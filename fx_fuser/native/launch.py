@@ -120,17 +120,17 @@ def head_loss_gradient(
     sums: Tensor,
     labels: Tensor,
     scale: Tensor,
+    hot: Tensor,
     gradient: Tensor,
     ignore_index: int,
     tail: Sequence[float] = PLAIN,
-    hot: Tensor | None = None,
 ) -> None:
-    """gradient[i] = scale[i] times the gradient of the loss of row i by logits[i]; 0 behind them.
-    With `hot`, scale[i] times softmax, and at the label hot[i] more, which smoothing distributes.
+    """gradient[i], by logits[i]: scale[i] times softmax, at the label hot[i] more, of which
+    smoothing gives each column its share; 0 behind them. Of the loss of row i both are 1 and -1.
 
     Args:
         spec: as of `head_loss`, and so are labels and tail.
-        scale, hot: [rows], float32, contiguous. With `hot` scales of all rows count.
+        scale, hot: [rows], float32, contiguous; of all rows, also those whose label is ignored.
         logits, sums: of `head_loss_kept`.
         gradient: [rows, pitch], of the logits' dtype; rows adjacent, each aligned to 16 bytes.
 

@@ -1,6 +1,6 @@
 """Linear and cross entropy in one: a model's head and its loss, without the logits.
 
-    fx_fuser::head_loss(x, weight, bias, labels, …) = cross_entropy(x weightᵀ + bias, labels)
+    fx_fuser::head_loss(x, weight, bias, labels, …) = cross_entropy(tail(x weightᵀ + bias), labels)
 
 The logits of a vocabulary of 50,000 are most of the memory of a training step, and softmax's passes
 over them are slow. Here they exist for a piece of rows at a time, in one buffer. Forward makes, of
@@ -8,12 +8,12 @@ each piece, the logits, then in place their gradient, and of it at once its part
 x, weight and bias. So backward only multiplies these by its own gradient, a scalar. The gemms are
 those that eager runs, cut by rows.
 
-Rounding is eager's: logits and their gradient have the dtype that autocast gives the Linear,
-softmax and loss are computed in fp32, and so are the sums over pieces, but for `_ADDED`. What a
-mean divides by stays on the device: nothing waits for it. The gradient of a logit is at most 1 in
-magnitude and often below 2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it
-is made 2^14 times as large, whatever scales the loss, and its products are kept in fp32 until
-backward divides them.
+Rounding is eager's: logits and their gradient have the dtype that autocast gives the Linear, and
+softmax and loss are computed in fp32. So are a scale and a soft cap, where eager may round each
+step to 16 bits, and the sums over pieces, but for `_ADDED`. What a mean divides by stays on the
+device: nothing waits for it. The gradient of a logit is at most 1 in magnitude and often below
+2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it is made 2^14 times as
+large, whatever scales the loss, and its products are kept in fp32 until backward divides them.
 
 Where no label counts, all gradients are 0, as eager's are.
 """
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fx_fuser.graph.read.heads import Tail
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
 from fx_fuser.ops import run
@@ -102,6 +103,7 @@ def _head_loss(
     compute: torch.dtype,
     ignore_index: int,
     reduction: str,
+    tail: Sequence[float],
     wanted: Sequence[str],
 ) -> list[Tensor]:
     """The loss, or without a reduction each row's, the wanted gradients' common factor, and these
@@ -114,7 +116,7 @@ def _head_loss(
         share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
         is_fp16 = compute is torch.float16
         scale = torch.full_like(share, _FP16_SCALE) if is_fp16 else share
-        given = x, weight, bias, labels, losses, scale, compute, ignore_index
+        given = x, weight, bias, labels, losses, scale, compute, ignore_index, Tail(*tail)
         sums = _sums_over_pieces(*given, wanted)
         made = cut_off(sums, rows, columns, {"weight": kept_dtype(weight, compute)})
         factor = share / _FP16_SCALE if is_fp16 else torch.ones_like(share)
@@ -123,7 +125,7 @@ def _head_loss(
 
 def _sums_over_pieces(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: Tensor,
-    compute: torch.dtype, ignore_index: int, wanted: Sequence[str],
+    compute: torch.dtype, ignore_index: int, tail: Tail, wanted: Sequence[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     """The wanted gradients, times the scale; writes the losses. The logits' memory is free again
     when it returns."""
@@ -137,7 +139,7 @@ def _sums_over_pieces(
         piece, logits = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
         _linear(part, *operands, logits)
         scaled = scale if wanted else None
-        _rows(logits, labels[piece], losses[piece], scaled, columns, ignore_index)
+        _rows(logits, labels[piece], losses[piece], scaled, columns, ignore_index, tail)
         add_products(sums, piece, logits, part, operands[0])
     return sums
 
@@ -145,7 +147,7 @@ def _sums_over_pieces(
 def _like(
     x: Tensor, weight: Tensor, bias: Any, labels: Any, compute: torch.dtype, *rest: Any
 ) -> list[Tensor]:
-    *_, reduction, wanted = rest
+    *_, reduction, _, wanted = rest
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     kept = {"weight": kept_dtype(weight, compute)}
     shape = x.shape[:1] if reduction == "none" else ()
@@ -201,28 +203,59 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> N
 
 
 def _rows(
-    logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, columns: int, ignored: int
-) -> None:
+    logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, columns: int,
+    ignored: int, tail: Tail,
+) -> None:  # fmt: skip
     """The losses of rows, and with a scale, in place, the gradients of these by the logits, times
     the scale; 0 behind the columns."""
     if logits.device.type == "cuda":
-        spec = spec_of(logits.dtype)
-        launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored)
+        spec = spec_of(logits.dtype, tail)
+        launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored, tail)
         return
-    values = logits[:, :columns].float()
-    losses.copy_(F.cross_entropy(values, labels, ignore_index=ignored, reduction="none"))
+    of_columns = logits[:, :columns]
+    values = values_of(of_columns, tail)
+    losses.copy_(losses_of(values, labels, ignored, tail))
     if scale is not None:
-        write_gradient(logits, values.softmax(-1), labels, scale, ignored)
+        of_row = torch.where(labels != ignored, scale, 0.0)
+        write_gradient(logits, of_columns, values.softmax(-1), labels, of_row, -of_row, tail)
 
 
-def write_gradient(to: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, ignored: int) -> None:
-    """By torch, what the kernel writes. shares: softmax of logits in fp32, which it changes."""
-    columns, counts = shares.shape[1], labels != ignored
-    at = torch.where(counts, labels, 0)[:, None]
-    shares.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
-    # A product, not a choice: what is NaN stays NaN where the label does not count, as in eager.
-    to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]
+def values_of(logits: Tensor, tail: Tail) -> Tensor:
+    """By torch, what the kernel takes the softmax of, in fp32."""
+    values = logits.float()
+    if tail.before != 1.0:
+        values = values * tail.before
+    return values.tanh() * tail.after if tail.after else values
+
+
+def losses_of(values: Tensor, labels: Tensor, ignored: int, tail: Tail) -> Tensor:
+    how: dict[str, Any] = {"ignore_index": ignored, "reduction": "none"}
+    return F.cross_entropy(values, labels, **how, label_smoothing=tail.smoothing)
+
+
+def write_gradient(
+    to: Tensor, logits: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, hot: Tensor,
+    tail: Tail,
+) -> None:  # fmt: skip
+    """By torch, what the kernel writes. shares: softmax of the values in fp32, which it changes.
+    scale, hot: of each row, 0 where it does not count."""
+    columns = shares.shape[1]
+    shares *= scale[:, None]  # what is NaN stays NaN where the label does not count, as in eager
+    at = torch.where((labels >= 0) & (labels < columns), labels, 0)[:, None]
+    shares.scatter_add_(1, at, (hot * (1 - tail.smoothing))[:, None])
+    if tail.smoothing:
+        shares += hot[:, None] * (tail.smoothing / columns)
+    if tail.after:
+        shares *= slope_of_cap(values_of(logits, tail), tail)
+    elif tail.before != 1.0:
+        shares *= tail.before
+    to[:, :columns] = shares
     to[:, columns:] = 0.0
+
+
+def slope_of_cap(values: Tensor, tail: Tail) -> Tensor:
+    """Of the values of capped logits, by the logits."""
+    return (1 - (values / tail.after).square()) * (tail.before * tail.after)
 
 
 def add_products(
@@ -274,7 +307,7 @@ class _HeadLoss(torch.autograd.Function):
         scale = d_loss * factor
         kept = zip(ctx.wanted.items(), made)
         grads = {name: (grad * scale).to(dtype) for (name, dtype), grad in kept}
-        return *(grads.get(name) for name in OPERANDS), *[None] * 4
+        return *(grads.get(name) for name in OPERANDS), *[None] * 5
 
 
 def _called(*arguments: Any) -> list[Tensor]:
@@ -285,10 +318,11 @@ def _called(*arguments: Any) -> list[Tensor]:
 def _composite(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
     compute: torch.dtype, out: torch.dtype, ignore_index: int, reduction: str,
+    tail: Sequence[float],
 ) -> Tensor:  # fmt: skip
     with torch.autocast(x.device.type, enabled=False):
         operands = x.reshape(-1, x.shape[-1]), weight, bias
-        given = *operands, labels.reshape(-1), compute, ignore_index, reduction
+        given = *operands, labels.reshape(-1), compute, ignore_index, reduction, tail
         trains = any(v is not None and v.requires_grad for v in operands)
         if torch.is_grad_enabled() and trains:
             loss: Tensor = _HeadLoss.apply(*given)
@@ -298,10 +332,11 @@ def _composite(
 
 
 # x [*, K], weight [V, K], labels as x without its last dimension. compute: of the logits, out: of
-# the loss. reduction: as of cross_entropy; "none" has no gradient. AOTAutograd sees through it.
+# the loss. reduction: as of cross_entropy; "none" has no gradient. tail: the numbers of a `Tail`.
+# AOTAutograd sees through it.
 _LIBRARY.define(
     "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute, "
-    "ScalarType out, int ignore_index, str reduction) -> Tensor"
+    "ScalarType out, int ignore_index, str reduction, float[] tail) -> Tensor"
 )
 _LIBRARY.impl("head_loss", _composite, "CompositeImplicitAutograd")
 HEAD_LOSS = torch.ops.fx_fuser.head_loss.default

@@ -153,10 +153,8 @@ void head_loss_gradient(int64_t handle, const Tensor& logits, const Tensor& sums
   STD_TORCH_CHECK(gradient.size(0) == logits.size(0), "fx_fuser: gradients of ", gradient.size(0),
                   " rows, not of ", logits.size(0));
   check_one_a_row(scale, logits, "scales", ScalarType::Float, 1);
-  if (hot) {
-    check_one_a_row(*hot, logits, "scales of labels", ScalarType::Float, 1);
-    args.hot = static_cast<const float*>(hot->data_ptr());
-  }
+  check_one_a_row(hot, logits, "scales of labels", ScalarType::Float, 1);
+  args.hot = static_cast<const float*>(hot.data_ptr());
   args.gradient = gradient.data_ptr();
   args.gradient_pitch = static_cast<int32_t>(gradient.stride(0));
   args.scale = static_cast<const float*>(scale.data_ptr());

@@ -45,7 +45,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "sums, int ignore_index, float before, float after, float smoothing) -> ()");
   m.def(
       "head_loss_gradient(int kernels, Tensor logits, Tensor sums, Tensor labels, Tensor scale, "
-      "Tensor? hot, Tensor(a!) gradient, int ignore_index, float before, float after, float "
+      "Tensor hot, Tensor(a!) gradient, int ignore_index, float before, float after, float "
       "smoothing) -> ()");
   m.def("reset_linear_split(int kernels) -> ()");
   m.def(

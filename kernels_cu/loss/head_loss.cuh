@@ -264,10 +264,8 @@ __device__ __forceinline__ void head_loss_gradient(const HeadLossArgs& args) {
   T* gradient = static_cast<T*>(args.gradient) + int64_t{blockIdx.x} * args.gradient_pitch;
   const int label = label_of(args);
   const RowSums sums = args.sums[blockIdx.x];
-  const bool has_own = args.hot != nullptr;
-  const float given = args.scale[blockIdx.x];
-  const float scale = label >= 0 || has_own ? given : 0.0f;
-  const float hot = has_own ? args.hot[blockIdx.x] : -scale;
+  const float scale = args.scale[blockIdx.x];
+  const float hot = args.hot[blockIdx.x];
   kept_row<T, kWidth, Tail>(args).store_gradient(
       gradient, args.gradient_pitch, {sums.largest, sums.sum}, scale, hot_of<Tail>(args, hot),
       flat_of<Tail>(args), label);

@@ -28,7 +28,7 @@ struct HeadLossArgs {
   void* gradient;         // [rows, gradient_pitch], each row aligned to 16 bytes; or the logits
   RowSums* sums;          // [rows]
   const float* scale;     // of gradients in place, null: the logits stay; else one a row
-  const float* hot;       // of the label's gradient, one a row, before smoothing; null: -scale
+  const float* hot;       // one a row, where the logits stay: the label's gradient beside softmax's
   const int64_t* labels;  // [rows]
   float* losses;          // [rows]
   int64_t pitch;

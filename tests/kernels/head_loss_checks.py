@@ -13,7 +13,8 @@ from checks import SENTINEL
 from torch import Tensor
 
 from benchmarks.sm90 import CUDA
-from fx_fuser.kernels.head_loss import PLAIN, Tail, spec_of
+from fx_fuser.graph.read.heads import PLAIN, Tail
+from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops.head_loss import width_of
@@ -119,8 +120,8 @@ def _compare_kept(
         launch.head_loss_kept(spec, kept, labels, losses, sums, IGNORED, tail)
         _compare_losses(failures, said, losses, exact)
         made = torch.full_like(logits, SENTINEL)
-        given = torch.full(labels.shape, scale, device=CUDA)
-        launch.head_loss_gradient(spec, kept, sums, labels, given, made, IGNORED, tail)
+        given = torch.where(labels == IGNORED, 0.0, scale)
+        launch.head_loss_gradient(spec, kept, sums, labels, given, -given, made, IGNORED, tail)
         _compare_gradients(failures, said, made, gradient, scale, tail)
         if not bool(((kept == before) | before.isnan()).all()):
             failures.append(f"{said}: the logits are written to")
@@ -144,7 +145,7 @@ def _compare_parts(
     sums, made = torch.empty(*labels.shape, 2, device=CUDA), torch.full_like(logits, SENTINEL)
     kept = _kept(logits, columns, columns, 0)
     launch.head_loss_kept(spec, kept, labels, losses, sums, IGNORED, tail)
-    given = labels, of_lse + of_loss, made, IGNORED, tail, -of_loss
+    given = labels, of_lse + of_loss, -of_loss, made, IGNORED, tail
     launch.head_loss_gradient(spec, kept, sums, *given)
     _compare_gradients(failures, f"parts of {what}", made, exact, 8.0, tail)
 
@@ -199,7 +200,14 @@ def refusals(failures: list[str]) -> None:
     scale = torch.ones((), device=CUDA)
     logits = torch.zeros(2, 24, dtype=torch.bfloat16, device=CUDA)
     for what, given in {
-        "rows that are not aligned": (logits.flatten()[:42].view(2, 21), labels, losses, scale, 21, IGNORED),
+        "rows that are not aligned": (
+            logits.flatten()[:42].view(2, 21),
+            labels,
+            losses,
+            scale,
+            21,
+            IGNORED,
+        ),
         "rows with a gap": (logits[:, :16], labels, losses, scale, 16, IGNORED),
         "more columns than there are": (logits, labels, losses, scale, 25, IGNORED),
         "another dtype": (logits.half(), labels, losses, scale, 24, IGNORED),
@@ -218,7 +226,8 @@ def refusals(failures: list[str]) -> None:
     _is_refused(failures, "a smoothing of 1", launch.head_loss, given, spec)
     sums, made = torch.zeros(2, 2, device=CUDA), torch.zeros_like(logits)
     kept = {"logits": logits, "labels": labels, "losses": losses, "sums": sums}
-    gradient = {"logits": logits, "sums": sums, "labels": labels, "scale": losses, "gradient": made}
+    gradient = {"logits": logits, "sums": sums, "labels": labels, "scale": losses, "hot": losses}
+    gradient["gradient"] = made
     for call, right, wrong in (
         (launch.head_loss_kept, kept, {"logits": logits.t()}),
         (launch.head_loss_kept, kept, {"logits": logits.half()}),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-PASS, OP, READ = "passes/head_loss.py", "ops/head_loss.py", "graph/read/heads.py"
+PASS, OP, READ = "passes/head_loss/__init__.py", "ops/head_loss.py", "graph/read/heads.py"
 TESTS = "tests/passes/test_head_loss.py"
 KEPT, STAYING = "ops/head_kept.py", "tests/passes/test_head_kept.py"
 LEFT = "tests/passes/test_head_loss_left.py"
+PIECES = "tests/passes/test_head_pieces.py"
 
 
 def _left(
@@ -184,28 +185,28 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         OP,
         "beta = 1 if piece.start else 0",
         "beta = 0",
-        (f"{TESTS}::test_pieces_of_rows[dtype0-129]",),
+        (f"{PIECES}::test_pieces_of_rows[dtype0-129]",),
     ),
     (
         "heads: few pieces add in bf16",
         OP,
         "_ADDED = 2",
         "_ADDED = 3",
-        (f"{TESTS}::test_pieces_that_add_in_bf16[True-0.3333333333333333-1.0-0.02]",),
+        (f"{PIECES}::test_pieces_that_add_in_bf16[True-0.3333333333333333-1.0-0.02]",),
     ),
     (
         "heads: a setting of torch's keeps sums wide",
         OP,
         "return not torch.backends",
         "return False and torch.backends",
-        (f"{TESTS}::test_where_torchs_setting_keeps_sums_wide",),
+        (f"{PIECES}::test_where_torchs_setting_keeps_sums_wide",),
     ),
     (
         "heads: the logits' memory is free before a sum is rounded",
         OP,
         "max(2 * height + 4 * k, 6 * k)",
         "2 * height + 6 * k",
-        (f"{TESTS}::test_sizes_of_pieces[10240-2048-dtype10-2048-False]",),
+        (f"{PIECES}::test_sizes_of_pieces[10240-2048-dtype10-2048-False]",),
     ),
     (
         "heads: NaN of a row that does not count",
