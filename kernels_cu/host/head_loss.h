@@ -143,7 +143,7 @@ void head_loss_kept(int64_t handle, const Tensor& logits, const Tensor& labels,
 }
 
 void head_loss_gradient(int64_t handle, const Tensor& logits, const Tensor& sums,
-                        const Tensor& labels, const Tensor& scale, const std::optional<Tensor>& hot,
+                        const Tensor& labels, const Tensor& scale, const Tensor& hot,
                         const Tensor& gradient, int64_t ignore_index, double before, double after,
                         double smoothing) {
   const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
