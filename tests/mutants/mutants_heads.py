@@ -6,6 +6,7 @@ PASS, OP, READ = "passes/head_loss/__init__.py", "ops/head_loss.py", "graph/read
 TESTS = "tests/passes/test_head_loss.py"
 KEPT, STAYING = "ops/head_kept.py", "tests/passes/test_head_kept.py"
 LEFT = "tests/passes/test_head_loss_left.py"
+PARTS, REWRITE = "passes/head_loss/parts.py", "passes/head_loss/rewrite.py"
 PIECES = "tests/passes/test_head_pieces.py"
 
 
@@ -17,17 +18,81 @@ def _left(
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
-    _left("class weights", 'if given["weight"] is not None:', "class_weights"),
-    _left("label smoothing", 'if given["label_smoothing"] != 0.0:', "smoothed"),
+    _left("class weights", 'if given["weight"] is not None:', "class_weights", of=PARTS),
+    _left(
+        "label smoothing below 1", "<= smoothing < 1.0:", "smoothed_away", "<= smoothing:", PARTS
+    ),
+    _left("several losses", "if len(losses) > 1:", "two_losses_and_a_penalty", of=PARTS),
+    _left(
+        "one multiple",
+        "if len({one.tails[-1] for one in heads.values()}) > 1:",
+        "penalty_of_another_multiple",
+        of=PARTS,
+    ),
+    _left("the same rows", "if not are_whole and any(", "penalty_of_other_rows", "if all(", PARTS),
+    _left(
+        "labels come first",
+        "if are_whole and view.order[labels] < view.order[first]:",
+        "labels_of_a_log_sum_exp",
+        "if True:",
+        PARTS,
+    ),
+    _left(
+        "a log-sum-exp wants a gradient",
+        "if not any(value_of(node).requires_grad for node in heads):",
+        "penalty_without_training",
+    ),
+    _left(
+        "nothing is written behind a log-sum-exp",
+        "if any(_is_written(view, head, view.nodes[-1]) for head in heads.values()):",
+        "penalty_and_a_write",
+    ),
+    _left(
+        "a log-sum-exp is no loss",
+        "if not any(is_loss(n) or is_pick(n) for n in heads):",
+        "log_sum_exp_alone",
+    ),
+    _left(
+        "a log-sum-exp of one dimension",
+        "return len(dims) == 1 and ",
+        "log_sum_exp_of_columns",
+        "return ",
+        READ,
+    ),
+    _left(
+        "a log-sum-exp of rows",
+        "dims[0] in (-1, ndim - 1)",
+        "log_sum_exp_over_rows",
+        "True",
+        READ,
+    ),
+    _left("one cap", "if factor is None and tail.after:", "capped_twice", of=READ),
+    _left("a scale is not 0", "all(1e-30 < abs(v) ", "of_nothing", "all(0 <= abs(v) ", READ),
+    _left(
+        "scales of logits",
+        "_scaled(view, at) if is_normalised else",
+        "scaled_likelihoods",
+        "_scaled(view, at) if True else",
+        READ,
+    ),
+    _left(
+        "scales that are numbers",
+        "if len(values) != 1 or len(values) + len(numbers) != len(expr.args):",
+        "of_a_learnt_scale",
+        "if not values:",
+        READ,
+    ),
     _left(
         "readers with a gradient",
         "reader is output or _is_aside(reader)",
         "also_a_penalty",
         "True",
     ),
-    _left("one of a row", "of_row == 1 and ", "two_of_a_row", ""),
-    _left("of every row", " and rows == [*value_of(likely).shape[:-1]]", "of_a_few_rows", ""),
-    _left("along a row", "dim in (-1, len(rows)) and ", "over_rows", ""),
+    _left("one of a row", "of_row == 1 and ", "two_of_a_row", "", PARTS),
+    _left(
+        "of every row", " and rows == [*value_of(likely).shape[:-1]]", "of_a_few_rows", "", PARTS
+    ),
+    _left("along a row", "dim in (-1, len(rows)) and ", "over_rows", "", PARTS),
     _left("what is read are logits", "if value not in head.logits or ", "likely_returned", "if "),
     _left(
         "nothing is written behind",
@@ -85,14 +150,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: in a checkpoint gradients are made in backward",
         PASS,
-        'waits = given.reduction == "none" or is_body',
-        'waits = given.reduction == "none"',
+        'waits = parts.given.reduction == "none" or is_body',
+        'waits = parts.given.reduction == "none"',
         (f"{STAYING}::test_in_a_checkpoint",),
     ),
     (
         "heads: rows' own losses wait for their gradients",
         PASS,
-        'waits = given.reduction == "none" or is_body',
+        'waits = parts.given.reduction == "none" or is_body',
         "waits = is_body",
         (f"{STAYING}::test_under_autocast[of_each_row]",),
     ),
@@ -119,7 +184,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "heads: a gradient of logits comes from outside",
-        PASS,
+        REWRITE,
         'results[at] = output.graph.call_method("detach", (value,))',
         "pass",
         (f"{STAYING}::test_only_who_sends_a_gradient_through_the_logits_pays_for_one",),
@@ -186,6 +251,55 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "beta = 1 if piece.start else 0",
         "beta = 0",
         (f"{PIECES}::test_pieces_of_rows[dtype0-129]",),
+    ),
+    (
+        "heads: logits are returned behind their tail",
+        REWRITE,
+        "head.kind, head.tails[head.logits.index(value)]",
+        "head.kind",
+        (f"{STAYING}::test_under_autocast[capped_and_returned]",),
+    ),
+    (
+        "heads: a log-sum-exp has its gradient",
+        KEPT,
+        "scale, hot = scale + d_lse",
+        "scale, hot = scale",
+        (f"{STAYING}::test_under_autocast[with_a_penalty]",),
+    ),
+    (
+        "heads: a log-sum-exp of an infinite logit",
+        KEPT,
+        "torch.where(largest.isinf(), largest, ",
+        "torch.where(False, largest, ",
+        (f"{STAYING}::test_log_sum_exp_of_rows_that_are_not_finite[inf]",),
+    ),
+    (
+        "heads: what is read before is made before",
+        REWRITE,
+        "            parts.at.prepend(node)",
+        "            pass",
+        (f"{STAYING}::test_under_autocast[with_a_penalty]",),
+    ),
+    (
+        "heads: labels' views are seen through",
+        PARTS,
+        "labels = _made_of(given.labels)",
+        "labels = given.labels",
+        (f"{STAYING}::test_under_autocast[penalty_first]",),
+    ),
+    (
+        "heads: smoothed gradients",
+        OP,
+        "    if tail.smoothing:\n",
+        "    if False:\n",
+        (f"{TESTS}::test_under_autocast[smoothed]",),
+    ),
+    (
+        "heads: a cap has a slope",
+        OP,
+        "    if tail.after:\n        shares",
+        "    if False:\n        shares",
+        (f"{TESTS}::test_under_autocast[capped]",),
     ),
     (
         "heads: few pieces add in bf16",

@@ -27,7 +27,7 @@ from heads import (
     rows,
 )
 from helpers import Program, calls, compiled, recorded
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -347,6 +347,22 @@ def test_rows_that_are_not_finite(wrong: float) -> None:
         for ours, expected in zip(*results):
             assert torch.equal(ours.isnan(), expected.isnan())
     assert found() == 1
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_log_sum_exp_of_rows_that_are_not_finite(wrong: float) -> None:
+    def body(m: Program, logits: Tensor, y: Tensor) -> Any:
+        logits = (logits @ m.eye).float()
+        lse = logits.logsumexp(-1)
+        return lse - logits.gather(-1, y[..., None]).squeeze(-1), lse
+
+    made = Program(autocast(body), eye=nn.Parameter(torch.eye(1)))
+    x, y = torch.full((3, 1), wrong), torch.zeros(3, dtype=torch.long)
+    x[0] = 1.0
+    ours, expected = compiled(made, auto=True)(x, y), made(x, y)
+    assert found() == 1
+    for one, other in zip(ours, expected):
+        torch.testing.assert_close(one, other, equal_nan=True)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -181,7 +181,12 @@ def log_sum_exp_alone(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 def log_sum_exp_of_columns(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float().view(-1, V)
-    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp((0, 1))
+    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp((1, 0))
+
+
+def log_sum_exp_over_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp(0).sum()
 
 
 def picked_alone(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -269,6 +274,7 @@ LEFT = {
     penalty_and_a_write: "something is written",
     log_sum_exp_alone: "",
     log_sum_exp_of_columns: "also read by",
+    log_sum_exp_over_rows: "also read by",
     picked_alone: "",
     smoothed_away: "no number below 1",
     of_a_learnt_scale: "",
