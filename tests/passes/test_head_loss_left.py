@@ -22,6 +22,11 @@ from fx_fuser.options import Options
 from fx_fuser.passes import head_loss
 
 
+def also_a_penalty(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + logits.square().mean()
+
+
 def likely_returned(m: Program, x: Tensor, y: Tensor) -> Any:
     likely = m.head(x).view(-1, V).log_softmax(-1)
     return F.nll_loss(likely, y.view(-1)), likely
@@ -255,6 +260,7 @@ def in_a_transform(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 
 LEFT = {
+    also_a_penalty: "also read by",
     likely_returned: "also read by the caller",
     returned_and_written: "also read by",
     written_behind: "something is written behind",
