@@ -13,13 +13,15 @@ softmax and loss are computed in fp32. So are a scale and a soft cap, where eage
 step to 16 bits, and the sums over pieces, but for `_ADDED`. What a mean divides by stays on the
 device: nothing waits for it. The gradient of a logit is at most 1 in magnitude and often below
 2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it is made 2^14 times as
-large, whatever scales the loss, and its products are kept in fp32 until backward divides them.
+large (`_fp16_scale`), whatever scales the loss, and its products are kept in fp32 until backward
+divides them.
 
 Where no label counts, all gradients are 0, as eager's are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ _ROWS = 2048
 # and with the rounding of a loss that is scaled behind up to 1.7 in tests, beyond the 1.5 that our
 # error may be of eager's.
 _ADDED = 2
-_FP16_SCALE = 2.0**14
+_FP16_EXPONENT = 14  # of what a gradient of 1 by a value is multiplied by
 OPERANDS = ("x", "weight", "bias")
 
 
@@ -115,12 +117,21 @@ def _head_loss(
         count = (labels != ignore_index).sum() if is_mean else labels.new_ones(())
         share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
         is_fp16 = compute is torch.float16
-        scale = torch.full_like(share, _FP16_SCALE) if is_fp16 else share
-        given = x, weight, bias, labels, losses, scale, compute, ignore_index, Tail(*tail)
+        how = Tail(*tail)
+        raised = _fp16_scale(how)
+        scale = torch.full_like(share, raised) if is_fp16 else share
+        given = x, weight, bias, labels, losses, scale, compute, ignore_index, how
         sums = _sums_over_pieces(*given, wanted)
         made = cut_off(sums, rows, columns, {"weight": kept_dtype(weight, compute)})
-        factor = share / _FP16_SCALE if is_fp16 else torch.ones_like(share)
+        factor = share / raised if is_fp16 else torch.ones_like(share)
         return [losses if reduction == "none" else losses.sum() / count, factor, *made]
+
+
+def _fp16_scale(tail: Tail) -> float:
+    """2^14 over the least power of two that no slope of the tail exceeds: a gradient by a logit is
+    then at most 2^14."""
+    slope = abs(tail.before * (tail.after or 1.0))
+    return 2.0 ** max(-60, min(60, _FP16_EXPONENT - math.ceil(math.log2(slope))))
 
 
 def _sums_over_pieces(

@@ -38,9 +38,10 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         PARTS,
     ),
     _left(
-        "a log-sum-exp wants a gradient",
-        "if not any(value_of(node).requires_grad for node in heads):",
-        "penalty_without_training",
+        "labels stay beside a log-sum-exp",
+        "if _are_written(view, labels, at, loss):",
+        "labels_written_in_between",
+        of=PARTS,
     ),
     _left(
         "nothing is written behind a log-sum-exp",
@@ -234,8 +235,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: gradients of fp16 are scaled",
         OP,
-        "_FP16_SCALE = 2.0**14",
-        "_FP16_SCALE = 1.0",
+        "_FP16_EXPONENT = 14",
+        "_FP16_EXPONENT = 0",
         (f"{TESTS}::test_gradients_that_fp16_rounds_to_zero[1.0]",),
     ),
     (
@@ -300,6 +301,27 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "    if tail.after:\n        shares",
         "    if False:\n        shares",
         (f"{TESTS}::test_under_autocast[capped]",),
+    ),
+    (
+        "heads: a log-sum-exp without a gradient is aside",
+        PARTS,
+        "read_head(view, other) if value_of(other).requires_grad else None",
+        "read_head(view, other)",
+        (f"{STAYING}::test_under_autocast[also_a_log_sum_exp]",),
+    ),
+    (
+        "heads: gradients of fp16 behind a scale",
+        OP,
+        "slope = abs(tail.before * (tail.after or 1.0))",
+        "slope = 1.0",
+        (f"{TESTS}::test_gradients_of_fp16_behind_a_scale[0.005]",),
+    ),
+    (
+        "heads: grad mode shows in values",
+        "graph/read/view.py",
+        'grad = "_set_grad_enabled" if has_grad else None',
+        "grad = None",
+        (f"{STAYING}::test_under_autocast[also_a_log_sum_exp]",),
     ),
     (
         "heads: few pieces add in bf16",

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from fx_fuser.verify.accuracy import Observed, compare, errors_of
 
 TRAPS = ("penalty", "class weights", "write", "operand", "tensor scale", "tanh twice", "softmax",
-         "no grad", "smoothed away", "nothing")  # fmt: skip
+         "no grad", "smoothed away", "other rows", "nothing")  # fmt: skip
 LOSSES = ("cross entropy", "cross entropy", "module", "nll", "gather", "by hand", "z-loss")
 PEERS = 16
 
@@ -84,7 +84,7 @@ class Writer:
         self.made.shape = tuple(self.shape)
         self.made.width = pick((8, 16, 33))
         self.made.columns = pick((51, 64, 129)) if device == "cpu" else pick((8192, 50257))
-        self.loss = pick(LOSSES)
+        self.loss = "z-loss" if trap == "other rows" else pick(LOSSES)
         # A log-sum-exp and what is returned want all rows.
         self.keeps_rows = self.loss in ("by hand", "z-loss") or self.draw.random() < 0.5
         self.names = ["z"]  # of logits, at each step
@@ -206,7 +206,8 @@ class Writer:
         loss = f"total = F.cross_entropy(v, {labels}, {how}{smooth}{weight}){end}"
         if self.loss != "z-loss":
             return [*lines, loss]
-        lse = "lse = torch.logsumexp(v, -1, keepdim=True)"
+        of = "v[1:]" if trap == "other rows" else "v"
+        lse = f"lse = torch.logsumexp({of}, -1, keepdim=True)"
         both = [lse, loss] if draw.random() < 0.5 else [loss, lse]
         return [*lines, *both, "total = total + 0.01 * lse.square().mean()"]
 

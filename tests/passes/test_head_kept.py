@@ -122,6 +122,14 @@ def penalty_first(m: Program, x: Tensor, y: Tensor) -> Any:
     return F.cross_entropy(logits.float().view(-1, V), y.view(-1), **how) + penalty, logits
 
 
+def also_a_log_sum_exp(m: Program, x: Tensor, y: Tensor) -> Any:
+    """To be shown."""
+    logits = m.head(x).float().view(-1, V)
+    with torch.no_grad():
+        shown = logits.logsumexp(-1).mean()
+    return F.cross_entropy(logits, y.view(-1)), shown
+
+
 def by_hand(m: Program, x: Tensor, y: Tensor) -> Any:
     logits = m.biased(x).float()
     y = y.clamp(min=0)
@@ -173,6 +181,7 @@ FORMS = {
     returned: 1, as_causal_models: 1, in_fp32_and_as_rows: 1, by_matmul: 1, of_hidden_states: 1,
     also_an_accuracy: 1, of_log_softmax: 1, of_each_row: 1, of_each_row_and_returned: 1,
     likely_tokens: 1, likely_tokens_and_logits: 1, twice: 2, with_a_penalty: 1, penalty_first: 1,
+    also_a_log_sum_exp: 1,
     by_hand: 1, by_hand_of_a_temperature: 1, likely_with_a_penalty: 1, capped_and_returned: 1,
     steps_returned: 1, of_each_row_capped: 1,
 }  # fmt: skip

@@ -291,6 +291,16 @@ def test_gradients_that_fp16_rounds_to_zero(scale: float) -> None:
     assert float((grad[rest] - exact[rest]).norm() / exact[rest].norm()) < 2.0**-11
 
 
+@pytest.mark.parametrize("temperature", [0.005, 300.0])
+def test_gradients_of_fp16_behind_a_scale(temperature: float) -> None:
+    """They neither overflow nor vanish: of a slope of 200, and of 1 / 300."""
+
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m.biased(x).float().view(-1, V) / temperature, y.view(-1))
+
+    check(model(autocast(body, F16)), rows(B, T, size=temperature), labels(B, T))
+
+
 def test_gradients_of_two_steps_add() -> None:
     made, y = model(autocast(viewed)), labels(B, T)
     x, sums = torch.randn(2, B, T, K), []

@@ -164,6 +164,13 @@ def labels_of_a_log_sum_exp(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y) + lse.mean()
 
 
+def labels_written_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits, y = m.head(x).float().view(-1, V), y.clone().view(-1)
+    penalty = logits.logsumexp(-1).mean()
+    y.masked_fill_(penalty.detach() > -1e9, 1)
+    return F.cross_entropy(logits, y.view(-1)) + penalty
+
+
 def penalty_without_training(m: Program, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         logits = m.head(x).float().view(-1, V)
@@ -276,6 +283,7 @@ LEFT = {
     penalty_of_another_multiple: "other multiples",
     penalty_of_other_rows: "other rows",
     labels_of_a_log_sum_exp: "before its labels are made",
+    labels_written_in_between: "labels are written",
     penalty_without_training: "nothing wants a gradient",
     penalty_and_a_write: "something is written",
     log_sum_exp_alone: "",

@@ -88,7 +88,7 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
     view: View | None = None
     kind, done = "cpu" if options.cpu_ops else "cuda", set[Node]()
     for node in [n for n in graph.nodes if is_loss(n) or is_log_sum_exp(n)]:
-        if node in done:
+        if node in done or (is_log_sum_exp(node) and not value_of(node).requires_grad):
             continue
         try:
             view = view or View(graph)
@@ -133,7 +133,7 @@ def _fuse(
         raise Stays("its logits leave a checkpoint or another region")
     is_alone = len(heads) == 1
     if not is_alone:
-        _check_parts(view, heads)
+        _check_unwritten(view, heads)
     # Of a row's own loss forward does not know the gradient, and a checkpoint runs it twice.
     waits = parts.given.reduction == "none" or is_body
     stay = not is_alone or bool(others) or (waits and value_of(node).requires_grad)
@@ -143,9 +143,7 @@ def _fuse(
     return HeadLoss(node, saved, stay=stay, returned=returned)
 
 
-def _check_parts(view: View, heads: dict[Node, Head]) -> None:
-    if not any(value_of(node).requires_grad for node in heads):
-        raise Stays("its log-sum-exp is read as well, and nothing wants a gradient")
+def _check_unwritten(view: View, heads: dict[Node, Head]) -> None:
     if any(_is_written(view, head, view.nodes[-1]) for head in heads.values()):
         raise Stays("something is written behind its Linear")
 
@@ -163,7 +161,8 @@ def _check_head(view: View, head: Head) -> None:
     operands = [n for n in site.operands.values() if n is not None]
     if any(type(meta_tensor(n)) is not FakeTensor for n in operands):
         raise Stays("an operand of its Linear is no plain tensor")
-    regions = {view.region[n].beside_autocast() for n in (*head.nodes, *site.nodes)}
+    trains = all(value_of(n).requires_grad for n in head.nodes)
+    regions = {view.region[n].beside_autocast(trains) for n in (*head.nodes, *site.nodes)}
     if region.functional_level() is not None or len(regions) > 1:
         raise Stays("its Linear runs under another grad mode, or within a transform")
     if not view.reshaped.keys().isdisjoint(storages((*operands, *head.nodes))):

@@ -10,6 +10,7 @@ gradients by the logits are one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from fx_fuser.graph.read.heads import (
     read_head,
     value_of,
 )
-from fx_fuser.graph.read.nodes import argument_of, hint_of, is_torchs, meta_tensor
+from fx_fuser.graph.read.nodes import argument_of, hint_of, is_torchs, meta_tensor, storages
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 
@@ -74,14 +75,15 @@ class Parts:
 
 
 def heads_of(view: View, node: Node, head: Head) -> dict[Node, Head]:
-    """Of the node, and if a log-sum-exp is among them, of whatever else reads the logits of its
-    Linear as a loss does."""
+    """Of the node, and if a log-sum-exp is among them, of whatever else with a gradient reads the
+    logits of its Linear as a loss does."""
     found = {node: head}
     for other in view.nodes:
-        if other is not node and (is_loss(other) or is_log_sum_exp(other) or is_pick(other)):
-            own = read_head(view, other)
-            if own is not None and own.head.node is head.head.node:
-                found[other] = own
+        if other is node or not (is_loss(other) or is_log_sum_exp(other) or is_pick(other)):
+            continue
+        own = read_head(view, other) if value_of(other).requires_grad else None
+        if own is not None and own.head.node is head.head.node:
+            found[other] = own
     return found if any(map(is_log_sum_exp, found)) else {node: head}
 
 
@@ -101,8 +103,10 @@ def parts_of(view: View, heads: dict[Node, Head]) -> Parts:
     if not are_whole and any(_moves(one) != _moves(head) for one in heads.values()):
         raise Stays("a log-sum-exp reads other rows of its logits")
     labels = _made_of(given.labels)
-    at = _place(view, heads, labels, are_whole)
-    return Parts(loss, given, labels, tail, () if are_whole else head.steps, at)
+    at = _place(view, heads, labels[-1], are_whole)
+    if _are_written(view, labels, at, loss):
+        raise Stays("its labels are written to near its log-sum-exp")
+    return Parts(loss, given, labels[-1], tail, () if are_whole else head.steps, at)
 
 
 def _reads_all(head: Head) -> bool:
@@ -114,15 +118,25 @@ def _moves(head: Head) -> tuple[Step, ...]:
     return tuple(step for step in head.steps if step is not None)
 
 
-def _made_of(labels: Node) -> Node:
-    """The tensor that has them in the same order, before any view."""
+def _made_of(labels: Node) -> list[Node]:
+    """They, and what has them in the same order before each view. The last one is none."""
+    found = [labels]
     while called_name(labels) in _VIEWS and is_torchs(labels):
         before = labels.args[0] if labels.args else None
         value = meta_tensor(before) if isinstance(before, Node) else None
         if value is None or hint_of(value.numel()) != hint_of(value_of(labels).numel()):
             break
         labels = before  # type: ignore[assignment]
-    return labels
+        found.append(labels)
+    return found
+
+
+def _are_written(view: View, labels: Sequence[Node], at: Node, loss: Node) -> bool:
+    """Do they change between what the op reads and what the loss did, or may they?"""
+    read = [view.order[n] for n in (*labels[:-1], at, loss)]
+    nodes = view.nodes[min(read) : max(read)]
+    written = storages(n for one in nodes for n in view.writers.get(one, ()))
+    return not written.isdisjoint({None, *storages(labels)})
 
 
 def _place(view: View, heads: dict[Node, Head], labels: Node, are_whole: bool) -> Node:
