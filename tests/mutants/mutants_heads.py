@@ -136,9 +136,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     _left(
         "a loss of what is normalised",
-        "is_head = is_normalised and ",
+        "if not is_normalised or site.kind not in",
         "not_normalised",
-        "is_head = ",
+        "if site.kind not in",
         READ,
     ),
     _left(
@@ -347,8 +347,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: NaN of a row that does not count",
         OP,
-        "to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]",
-        "to[:, :columns] = torch.where(counts[:, None], shares * scale, 0.0)",
+        "    shares *= scale[:, None]  #",
+        "    shares = (shares * scale[:, None]).where(scale[:, None] != 0, 0.0)  #",
         (f"{TESTS}::test_rows_that_are_not_finite[nan]",),
     ),
 )
