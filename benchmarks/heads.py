@@ -62,12 +62,13 @@ def loss_alone(made: Any) -> Tensor:
 
 
 def head(
-    rows: int, width: int, columns: int, cast: torch.dtype | None, returns: bool = False
-) -> Callable[[], Any]:
+    rows: int, width: int, columns: int, cast: torch.dtype | None, returns: bool = False,
+    kind: type[Head] = Head,
+) -> Callable[[], Any]:  # fmt: skip
     def compared() -> Any:
         x = torch.randn(1, rows, width, device="cuda", dtype=torch.float32 if cast else BF16)
         labels = torch.randint(0, columns, (1, rows), device="cuda")
-        given = Head(width, columns, cast, returns), x.requires_grad_(), labels
+        given = kind(width, columns, cast, returns), x.requires_grad_(), labels
         return fx_fuser.compare(*given, train=True, columns=COLUMNS, loss=loss_alone)
 
     return compared
@@ -98,6 +99,26 @@ def llama(returns: bool = False) -> Any:
     return net(model.to(BF16), False, 4, 128256, returns)
 
 
+class Gemma(Head):
+    """Its head: a soft cap, and more columns."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = torch.tanh(self.head(x) / 30.0) * 30.0
+        loss = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+        return (loss, logits) if self.returns else loss
+
+
+class Penalized(Head):
+    """With a z-loss, and smoothed labels."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cuda", self.cast or BF16, enabled=self.cast is not None):
+            logits = self.head(x)
+        logits = logits.float().view(-1, logits.shape[-1])
+        loss = F.cross_entropy(logits, labels.view(-1), label_smoothing=0.1)
+        return loss + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "head of 700 rows": head(700, 768, 50257, BF16),
     "head of GPT-2, 8192 rows": head(8192, 768, 50257, BF16),
@@ -107,6 +128,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "head of 8192 columns": head(8192, 512, 8192, BF16),
     "head of GPT-2, 8192 rows, with logits": head(8192, 768, 50257, BF16, returns=True),
     "head of a Llama, 4096 rows, with logits": head(4096, 2048, 128256, None, returns=True),
+    "head of Gemma, 4096 rows": head(4096, 2304, 256000, None, kind=Gemma),
+    "head of Gemma, 4096 rows, with logits": head(4096, 2304, 256000, None, True, Gemma),
+    "head of GPT-2, 8192 rows, with a z-loss": head(8192, 768, 50257, BF16, kind=Penalized),
     "gpt2": gpt2,
     "gpt2 with logits": functools.partial(gpt2, returns=True),
     "llama": llama,

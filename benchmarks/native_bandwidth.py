@@ -100,7 +100,7 @@ def head_loss_kept(count: int, columns: int, pitch: int) -> None:
         launch.head_loss_kept(spec, logits, labels, losses, sums, -100)
 
     def backward() -> None:
-        launch.head_loss_gradient(spec, logits, sums, labels, scale, gradient, -100)
+        launch.head_loss_gradient(spec, logits, sums, labels, scale, -scale, gradient, -100)
 
     run()
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)

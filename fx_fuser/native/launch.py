@@ -15,6 +15,8 @@ from torch import Tensor
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 
+PLAIN = (1.0, 0.0, 0.0)  # `fx_fuser.kernels.head_loss.Tail` of logits as they are
+
 _ops = torch.ops.fx_fuser_native
 
 
@@ -62,9 +64,11 @@ def head_loss(
     scale: Tensor | None,
     columns: int,
     ignore_index: int,
+    tail: Sequence[float] = PLAIN,
 ) -> None:
     """losses[i] = logsumexp(logits[i]) - logits[i, labels[i]], 0 where that is `ignore_index`; and
-    with a scale, logits[i] = scale times the gradient of that by logits[i]. Deterministic.
+    with a scale, logits[i] = scale times the gradient of that by logits[i]. Deterministic. They
+    are those of the values that the tail makes of logits.
 
     A label that is no column stops the kernel, as it does torch's.
 
@@ -75,13 +79,14 @@ def head_loss(
         labels: [rows], int64, contiguous.
         losses: [rows], float32, contiguous.
         scale: one number, float32.
+        tail: `fx_fuser.kernels.head_loss.Tail`, which `spec` must have, too.
 
     Raises:
         BuildError: the kernel does not compile or load.
         RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
     handle = load.handle_of(spec, logits)
-    _ops.head_loss.default(handle, logits, labels, losses, scale, columns, ignore_index)
+    _ops.head_loss.default(handle, logits, labels, losses, scale, columns, ignore_index, *tail)
 
 
 def head_loss_kept(
@@ -91,21 +96,22 @@ def head_loss_kept(
     losses: Tensor,
     sums: Tensor,
     ignore_index: int,
+    tail: Sequence[float] = PLAIN,
 ) -> None:
     """The losses of `head_loss`, and what `head_loss_gradient` wants of each row. Logits stay.
 
     Args:
-        spec: as of `head_loss`, and so are labels and losses.
+        spec: as of `head_loss`, and so are labels, losses and tail.
         logits: [rows, columns] of CUDA, of the dtype that `spec` names; of a row adjacent.
-        sums: [rows, 2], float32, contiguous: becomes the largest logit, and the sum of
-            exp(logit - largest).
+        sums: [rows, 2], float32, contiguous: becomes the largest value, and the sum of
+            exp(value - largest).
 
     Raises:
         BuildError: the kernel does not compile or load.
         RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
     handle = load.handle_of(spec, logits)
-    _ops.head_loss_kept.default(handle, logits, labels, losses, sums, ignore_index)
+    _ops.head_loss_kept.default(handle, logits, labels, losses, sums, ignore_index, *tail)
 
 
 def head_loss_gradient(
@@ -114,14 +120,17 @@ def head_loss_gradient(
     sums: Tensor,
     labels: Tensor,
     scale: Tensor,
+    hot: Tensor,
     gradient: Tensor,
     ignore_index: int,
+    tail: Sequence[float] = PLAIN,
 ) -> None:
-    """gradient[i] = scale[i] times the gradient of the loss of row i by logits[i]; 0 behind them.
+    """gradient[i], by logits[i]: scale[i] times softmax, at the label hot[i] more, of which
+    smoothing gives each column its share; 0 behind them. Of the loss of row i both are 1 and -1.
 
     Args:
-        spec: as of `head_loss`, and so are labels.
-        scale: [rows], float32, contiguous.
+        spec: as of `head_loss`, and so are labels and tail.
+        scale, hot: [rows], float32, contiguous; of all rows, also those whose label is ignored.
         logits, sums: of `head_loss_kept`.
         gradient: [rows, pitch], of the logits' dtype; rows adjacent, each aligned to 16 bytes.
 
@@ -130,4 +139,5 @@ def head_loss_gradient(
         RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
     handle = load.handle_of(spec, logits)
-    _ops.head_loss_gradient.default(handle, logits, sums, labels, scale, gradient, ignore_index)
+    given = logits, sums, labels, scale, hot, gradient, ignore_index
+    _ops.head_loss_gradient.default(handle, *given, *tail)

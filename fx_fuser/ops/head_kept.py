@@ -1,13 +1,14 @@
 """The cross entropy of a Linear's rows where the logits stay until backward.
 
-    fx_fuser::head_loss.kept(x, weight, bias, logits, labels, …) = cross_entropy(logits, labels)
+    fx_fuser::head_loss.kept(…, logits, labels, …) = cross_entropy(tail(logits), labels)
+    fx_fuser::head_loss.parts(…) = its losses of rows, logsumexp(tail(logits)), tail(logits)[labels]
 
-That is where something else reads them as well, and where each row has a loss of its own, so that
-forward does not know what its gradient is a multiple of. The Linear has written the logits once, in
-its own dtype. Forward reads them for the losses, and keeps two numbers of each row. Backward makes
-their gradient for a piece of rows at a time, and at once its part of the gradients of x, weight and
-bias, as `fx_fuser.ops.head_loss` does in forward. So there is neither a copy of the logits in fp32
-nor their gradient.
+That is where something else reads the logits as well, and where each row has a loss of its own, or
+a log-sum-exp, so that forward does not know what its gradient is a multiple of. The Linear has
+written the logits once, in its own dtype. Forward reads them for the losses, and keeps two numbers
+of each row. Backward makes their gradient for a piece of rows at a time, and at once its part of
+the gradients of x, weight and bias, as `fx_fuser.ops.head_loss` does in forward. So there is
+neither a copy of the logits in fp32 nor their gradient.
 
 The gradients of the op bypass the logits. A gradient that reaches them from elsewhere takes its own
 way through the Linear, and autograd adds the two.
@@ -25,18 +26,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fx_fuser.graph.read.heads import PLAIN, Tail
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
 from fx_fuser.ops import run
 from fx_fuser.ops.head_loss import (
     OPERANDS,
     add_products,
+    cut_off,
+    losses_of,
     padded,
-    rows_of_piece,
+    pieces_of,
+    slope_of_cap,
     sums_of,
+    values_of,
     width_of,
     write_gradient,
 )
@@ -48,16 +53,18 @@ _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 # ---- the functions of `fx_fuser.ops.run` ---------------------------------------------------------
 
 
-def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _losses(
+    logits: Tensor, labels: Tensor, ignore_index: int, tail: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     """The loss of each row, and what `_grads` wants of it."""
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        losses, sums = _losses_like(logits)
+        (losses, sums), how = _losses_like(logits), Tail(*tail)
         if _runs_kernels(logits):
-            given = _rows(logits), labels.contiguous(), losses, sums, ignore_index
-            launch.head_loss_kept(spec_of(logits.dtype), *given)
+            given = _rows(logits), labels.contiguous(), losses, sums, ignore_index, how
+            launch.head_loss_kept(spec_of(logits.dtype, how), *given)
         else:
-            values, how = logits.float(), {"ignore_index": ignore_index, "reduction": "none"}
-            losses.copy_(F.cross_entropy(values, labels, **how))  # type: ignore[arg-type]
+            values = values_of(logits, how)
+            losses.copy_(losses_of(values, labels, ignore_index, how))
             sums[:, 0] = values.amax(-1)
             sums[:, 1] = (values - sums[:, :1]).exp().sum(-1)
         return losses, sums
@@ -76,28 +83,36 @@ def _grads(
     labels: Tensor,
     sums: Tensor,
     scale: Tensor,
+    hot: Tensor,
     ignore_index: int,
+    tail: Sequence[float],
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    """Those of x and weight in their dtypes, that of a bias in fp32. scale: of each row's."""
-    compute = logits.dtype
+    """Those of x and weight in their dtypes, that of a bias in fp32. scale: of each row's softmax,
+    hot: what the label's value has beside it."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        (rows, columns), logits = logits.shape, _rows(logits)
-        height = rows_of_piece(rows, weight, compute, wanted)
-        operand, labels = padded(weight, compute), labels.contiguous()
-        totals = sums_of(x, weight, compute, wanted, height)
-        buffer = x.new_empty((height, width_of(columns)), dtype=compute)
-        for first in range(0, rows, height):
-            part = x[first : first + height].to(compute)
-            piece, gradient = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
-            of_piece = logits[piece], sums[piece], labels[piece], scale[piece]
-            _gradient(*of_piece, gradient, ignore_index)
-            add_products(totals, piece, gradient, part, operand)
-        counts, dtypes = {"x": rows}, {"x": x.dtype, "weight": weight.dtype}
-        return [
-            total[: counts.get(name, columns)].to(dtypes.get(name, torch.float32))
-            for name, total in totals.items()
-        ]
+        rows, columns = logits.shape
+        given = x, weight, _rows(logits), labels.contiguous(), sums, scale, hot
+        totals = _sums_over_pieces(*given, ignore_index, Tail(*tail), wanted)
+        return cut_off(totals, rows, columns, {"x": x.dtype, "weight": weight.dtype})
+
+
+def _sums_over_pieces(
+    x: Tensor, weight: Tensor, logits: Tensor, labels: Tensor, sums: Tensor, scale: Tensor,
+    hot: Tensor, ignore_index: int, tail: Tail, wanted: Sequence[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The wanted gradients. The memory of a piece is free again when it returns."""
+    (rows, columns), compute = logits.shape, logits.dtype
+    pieces = pieces_of(rows, weight, compute, wanted)
+    operand, totals = padded(weight, compute), sums_of(x, weight, wanted, pieces)
+    buffer = x.new_empty((pieces.rows, width_of(columns)), dtype=compute)
+    for first in range(0, rows, pieces.rows):
+        part = x[first : first + pieces.rows].to(compute)
+        piece, gradient = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
+        of_piece = logits[piece], sums[piece], labels[piece], scale[piece], hot[piece]
+        _gradient(*of_piece, gradient, ignore_index, tail)
+        add_products(totals, piece, gradient, part, operand)
+    return totals
 
 
 def _grads_like(x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
@@ -121,40 +136,55 @@ def _rows(logits: Tensor) -> Tensor:
 
 
 def _gradient(
-    logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, to: Tensor, ignored: int
-) -> None:
-    """Of the losses of rows, by their logits, times each row's scale; 0 behind the columns."""
+    logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, hot: Tensor, to: Tensor,
+    ignored: int, tail: Tail,
+) -> None:  # fmt: skip
+    """By the logits of rows; 0 behind the columns."""
     if _runs_kernels(logits):
-        spec = spec_of(logits.dtype)
-        launch.head_loss_gradient(spec, logits, sums, labels, scale, to, ignored)
+        spec, given = spec_of(logits.dtype, tail), (sums, labels, scale, hot, to, ignored, tail)
+        launch.head_loss_gradient(spec, logits, *given)
         return
-    shares = (logits.float() - sums[:, :1]).exp() / sums[:, 1:]
-    write_gradient(to, shares, labels, scale, ignored)
+    shares = (values_of(logits, tail) - sums[:, :1]).exp() / sums[:, 1:]
+    write_gradient(to, logits, shares, labels, scale, hot, tail)
 
 
 # ---- autograd ------------------------------------------------------------------------------------
 
 
 class _KeptLoss(torch.autograd.Function):
+    """The losses of rows; and with `parts`, log-sum-exp and the label's value of each."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor,
-        ignore_index: int,
-    ) -> Tensor:  # fmt: skip
+        ignore_index: int, tail: Sequence[float], parts: bool,
+    ) -> Any:  # fmt: skip
         needed = zip(OPERANDS, (x, weight, bias), ctx.needs_input_grad)
         ctx.wanted = {name: given.dtype for name, given, needs in needed if needs}  # type: ignore[union-attr]
-        ctx.ignore_index = ignore_index
-        losses, sums = _called("head_losses", logits, labels, ignore_index)
+        ctx.ignore_index, ctx.tail = ignore_index, tail
+        losses, sums = _called("head_losses", logits, labels, ignore_index, tail)
         ctx.save_for_backward(x, weight, logits, labels, sums)
-        return losses
+        if not parts:
+            return losses
+        largest, total = sums.unbind(1)
+        # Of an infinite logit the sum is NaN.
+        lse = torch.where(largest.isinf(), largest, largest + total.log())
+        at = torch.where(labels == ignore_index, 0, labels)[:, None]
+        return losses, lse, values_of(logits.gather(1, at), Tail(*tail)).squeeze(1)
 
     @staticmethod
     @differentiable_once(lambda _: "head_loss")
-    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
-        given = *ctx.saved_tensors, scale.contiguous()
-        made = _called("head_grads", *given, ctx.ignore_index, list(ctx.wanted))
+    def backward(ctx: Any, d_losses: Tensor, *d_parts: Tensor) -> tuple[Any, ...]:
+        x, weight, logits, labels, sums = ctx.saved_tensors
+        scale = torch.where(labels != ctx.ignore_index, d_losses, 0.0)
+        hot = -scale
+        if d_parts:
+            d_lse, d_picked = d_parts
+            scale, hot = scale + d_lse, hot + d_picked
+        given = x, weight, logits, labels, sums, scale, hot, ctx.ignore_index, ctx.tail
+        made = _called("head_grads", *given, list(ctx.wanted))
         of = {name: grad.to(dtype) for (name, dtype), grad in zip(ctx.wanted.items(), made)}
-        return *(of.get(name) for name in OPERANDS), *[None] * 3
+        return *(of.get(name) for name in OPERANDS), *[None] * 5
 
 
 def _called(name: str, *arguments: Any) -> list[Tensor]:
@@ -162,29 +192,57 @@ def _called(name: str, *arguments: Any) -> list[Tensor]:
     return made
 
 
-def _composite(
-    x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor,
-    out: torch.dtype, ignore_index: int, reduction: str,
-) -> Tensor:  # fmt: skip
+def _rows_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor, *rest: Any
+) -> Any:
     with torch.autocast(x.device.type, enabled=False):
         operands = x.reshape(-1, x.shape[-1]), weight, bias
         of_loss = logits.detach().reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        losses: Tensor = _KeptLoss.apply(*operands, *of_loss, ignore_index)
-        if reduction != "none":
-            losses = losses.sum()
-        if reduction == "mean":
-            losses = losses / (labels != ignore_index).sum()
-        return losses.to(out)
+        return _KeptLoss.apply(*operands, *of_loss, *rest)
 
 
-# As `fx_fuser::head_loss`, of logits [*, V] that the Linear has made of x; its gradients are those
-# of x, weight and bias. AOTAutograd sees through it.
+def _composite(
+    x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, labels: Tensor,
+    out: torch.dtype, ignore_index: int, reduction: str, tail: Sequence[float],
+) -> Tensor:  # fmt: skip
+    losses = _rows_of(x, weight, bias, logits, labels, ignore_index, tail, False)
+    return _reduced(losses, labels, out, ignore_index, reduction)
+
+
+def _parts(*given: Any) -> Any:
+    return _rows_of(*given, True)
+
+
+def _reduced(
+    losses: Tensor, labels: Tensor, out: torch.dtype, ignore_index: int, reduction: str
+) -> Tensor:
+    if reduction != "none":
+        losses = losses.sum()
+    if reduction == "mean":
+        losses = losses / (labels != ignore_index).sum()
+    return losses.to(out)
+
+
+# As `fx_fuser::head_loss`, of logits [*, V] that the Linear has made of x; the gradients are those
+# of x, weight and bias. AOTAutograd sees through them.
 _LIBRARY.define(
     "head_loss.kept(Tensor x, Tensor weight, Tensor? bias, Tensor logits, Tensor labels, "
-    "ScalarType out, int ignore_index, str reduction) -> Tensor"
+    "ScalarType out, int ignore_index, str reduction, float[] tail) -> Tensor"
+)
+_LIBRARY.define(
+    "head_loss.parts(Tensor x, Tensor weight, Tensor? bias, Tensor logits, Tensor labels, "
+    "int ignore_index, float[] tail) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "head_reduced(Tensor losses, Tensor labels, ScalarType out, int ignore_index, "
+    "str reduction) -> Tensor"
 )
 _LIBRARY.impl("head_loss.kept", _composite, "CompositeImplicitAutograd")
+_LIBRARY.impl("head_loss.parts", _parts, "CompositeImplicitAutograd")
+_LIBRARY.impl("head_reduced", _reduced, "CompositeImplicitAutograd")
 HEAD_LOSS_KEPT = torch.ops.fx_fuser.head_loss.kept
+HEAD_LOSS_PARTS = torch.ops.fx_fuser.head_loss.parts
+HEAD_LOSS_REDUCED = torch.ops.fx_fuser.head_reduced.default
 
 
 # ---- outside the graph ---------------------------------------------------------------------------
@@ -193,11 +251,12 @@ HEAD_LOSS_KEPT = torch.ops.fx_fuser.head_loss.kept
 @dataclass(frozen=True)
 class Returned:
     """Logits that a graph returns without a gradient: at which place, at which x, weight and bias
-    of their Linear, and the dtype in which that multiplies."""
+    of their Linear, the dtype in which that multiplies, and the tail that has made them."""
 
     logits: int
     operands: tuple[int | None, ...]
     compute: torch.dtype
+    tail: Tail = PLAIN
 
 
 class _Logits(torch.autograd.Function):
@@ -205,17 +264,23 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, compute: Any
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.compute, ctx.bias = compute, None if bias is None else bias.dtype
-        return logits.detach()
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, compute: Any,
+        tail: Tail,
+    ) -> Tensor:  # fmt: skip
+        made = logits.detach()
+        ctx.save_for_backward(x, weight, *([made] if tail.after else []))
+        ctx.compute, ctx.bias, ctx.tail = compute, None if bias is None else bias.dtype, tail
+        return made
 
     @staticmethod
     @differentiable_once(lambda _: "head_loss")
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Any, ...]:
-        (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad
+        (x, weight, *capped), needed = ctx.saved_tensors, ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
+            if capped:
+                d_logits = d_logits.float() * slope_of_cap(capped[0].float(), ctx.tail)
+            elif not ctx.tail.is_plain:
+                d_logits = d_logits.float() * ctx.tail.before
             rows = d_logits.reshape(-1, d_logits.shape[-1]).to(ctx.compute)
             d_x = d_weight = d_bias = None
             if needed[0]:
@@ -225,7 +290,7 @@ class _Logits(torch.autograd.Function):
                 d_weight = (rows.t() @ of_x).to(weight.dtype)
             if needed[2]:
                 d_bias = rows.sum(0).to(ctx.bias)
-        return d_x, d_weight, d_bias, None, None
+        return d_x, d_weight, d_bias, None, None, None
 
 
 def attached(
@@ -242,7 +307,8 @@ def attached(
         for one in returned:
             _raise_if_changed(own, made[one.logits])
             operands = (None if at is None else made[at] for at in one.operands)
-            results[one.logits] = _Logits.apply(*operands, made[one.logits], one.compute)
+            given = *operands, made[one.logits], one.compute, one.tail
+            results[one.logits] = _Logits.apply(*given)
         return tuple(results)
 
     return call

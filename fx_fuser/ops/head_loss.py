@@ -1,6 +1,6 @@
 """Linear and cross entropy in one: a model's head and its loss, without the logits.
 
-    fx_fuser::head_loss(x, weight, bias, labels, …) = cross_entropy(x weightᵀ + bias, labels)
+    fx_fuser::head_loss(x, weight, bias, labels, …) = cross_entropy(tail(x weightᵀ + bias), labels)
 
 The logits of a vocabulary of 50,000 are most of the memory of a training step, and softmax's passes
 over them are slow. Here they exist for a piece of rows at a time, in one buffer. Forward makes, of
@@ -8,24 +8,28 @@ each piece, the logits, then in place their gradient, and of it at once its part
 x, weight and bias. So backward only multiplies these by its own gradient, a scalar. The gemms are
 those that eager runs, cut by rows.
 
-Rounding is eager's: logits and their gradient have the dtype that autocast gives the Linear,
-softmax and loss are computed in fp32, and so are the sums over pieces. What a mean divides by stays
-on the device: nothing waits for it. The gradient of a logit is at most 1 in magnitude and often
-below 2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it is made 2^14 times as
-large, whatever scales the loss, and its products are kept in fp32 until backward divides them.
+Rounding is eager's: logits and their gradient have the dtype that autocast gives the Linear, and
+softmax and loss are computed in fp32. So are a scale and a soft cap, where eager may round each
+step to 16 bits, and the sums over pieces, but for `_ADDED`. What a mean divides by stays on the
+device: nothing waits for it. The gradient of a logit is at most 1 in magnitude and often below
+2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it is made 2^14 times as
+large (`_fp16_scale`), whatever scales the loss, and its products are kept in fp32 until backward
+divides them.
 
 Where no label counts, all gradients are 0, as eager's are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fx_fuser.graph.read.heads import Tail
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
 from fx_fuser.ops import run
@@ -37,7 +41,14 @@ _TILE = 128  # rows, of which a piece has a multiple
 # Rows of a piece, at most. Each piece reads the sum of the weight's gradient and writes it: of 2048
 # rows that is a tenth of what its three gemms take, of fewer more.
 _ROWS = 2048
-_FP16_SCALE = 2.0**14
+# So many pieces may add to a gradient of bf16 that the result itself holds, where that takes less
+# memory than a sum in fp32. Each rounds the sum once. n roundings of sums of 1/n, 2/n … of the rows
+# are together sqrt((n + 1) / 2) of eager's one if the rows' parts have random signs, and
+# sqrt((n + 1) (2 n + 1) / 6 n) if they are all alike: 1.22 and 1.12 for 2. For 3, 1.41 and 1.25,
+# and with the rounding of a loss that is scaled behind up to 1.7 in tests, beyond the 1.5 that our
+# error may be of eager's.
+_ADDED = 2
+_FP16_EXPONENT = 14  # of what a gradient of 1 by a value is multiplied by
 OPERANDS = ("x", "weight", "bias")
 
 
@@ -46,20 +57,41 @@ def width_of(columns: int) -> int:
     return -(-columns // _LANES) * _LANES
 
 
-def rows_of_piece(
+class Pieces(NamedTuple):
+    """rows: of each, but the last may have fewer. sum: the dtype in which their parts of the
+    weight's gradient are added."""
+
+    rows: int
+    sum: torch.dtype
+
+
+def pieces_of(
     rows: int, weight: Tensor, compute: torch.dtype, wanted: Sequence[str] = OPERANDS
-) -> int:
+) -> Pieces:
     """How many rows of logits exist at a time: pieces of about one size.
 
-    A gradient of 16 bits is summed over pieces in fp32 beside it. The logits of all rows may take
-    what that sum would: then there is one piece, and no sum.
+    A gradient of bf16 is summed over pieces in fp32 beside it, or in its own memory by few pieces:
+    whichever takes less memory.
     """
-    most = _ROWS
-    if "weight" in wanted and kept_dtype(weight, compute) is not torch.float32:
-        most = max(most, weight.shape[1] * torch.float32.itemsize // compute.itemsize)
+    height, kept = _height(rows, _ROWS), kept_dtype(weight, compute)
+    if "weight" not in wanted or kept is torch.float32:
+        return Pieces(height, torch.float32)
+    added = 1 if _sums_stay_wide() else _ADDED
+    taller, k = _height(rows, max(_ROWS, -(-rows // added))), weight.shape[1]
+    # Bytes of a column: of its logits and its sum; with a sum in fp32 then of that and the result.
+    narrow, wide = 2 * taller + 2 * k, max(2 * height + 4 * k, 6 * k)
+    return Pieces(taller, kept) if narrow <= wide else Pieces(height, torch.float32)
+
+
+def _height(rows: int, most: int) -> int:
     pieces = max(-(-rows // most), 1)
     height = -(-rows // (pieces * _TILE)) * _TILE
     return max(min(height, rows), 1)
+
+
+def _sums_stay_wide() -> bool:
+    """Does torch's setting forbid gemms to round partial sums to bf16?"""
+    return not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 # ---- the function of `fx_fuser.ops.run` ----------------------------------------------------------
@@ -73,43 +105,60 @@ def _head_loss(
     compute: torch.dtype,
     ignore_index: int,
     reduction: str,
+    tail: Sequence[float],
     wanted: Sequence[str],
 ) -> list[Tensor]:
     """The loss, or without a reduction each row's, the wanted gradients' common factor, and these
     without it, in the order of `OPERANDS`."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, columns = x.shape[0], weight.shape[0]
-        operands = padded(weight, compute), None if bias is None else padded(bias, compute)
-        height = rows_of_piece(rows, weight, compute, wanted)
-        sums = sums_of(x, weight, compute, wanted, height)
         losses = x.new_empty(rows, dtype=torch.float32)
-        buffer = x.new_empty((height, width_of(columns)), dtype=compute)
         is_mean = reduction == "mean"
         count = (labels != ignore_index).sum() if is_mean else labels.new_ones(())
         share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
         is_fp16 = compute is torch.float16
-        scale = torch.full_like(share, _FP16_SCALE) if is_fp16 else share
-        for first in range(0, rows, height):
-            part = x[first : first + height].to(compute)
-            piece, logits = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
-            _linear(part, *operands, logits)
-            scaled = scale if wanted else None
-            _rows(logits, labels[piece], losses[piece], scaled, columns, ignore_index)
-            add_products(sums, piece, logits, part, operands[0])
-        kept = {"weight": kept_dtype(weight, compute)}
-        counts = {"x": rows}
-        made = [
-            total[: counts.get(name, columns)].to(kept.get(name, torch.float32))
-            for name, total in sums.items()
-        ]
-        factor = share / _FP16_SCALE if is_fp16 else torch.ones_like(share)
+        how = Tail(*tail)
+        raised = _fp16_scale(how)
+        scale = torch.full_like(share, raised) if is_fp16 else share
+        given = x, weight, bias, labels, losses, scale, compute, ignore_index, how
+        sums = _sums_over_pieces(*given, wanted)
+        made = cut_off(sums, rows, columns, {"weight": kept_dtype(weight, compute)})
+        factor = share / raised if is_fp16 else torch.ones_like(share)
         return [losses if reduction == "none" else losses.sum() / count, factor, *made]
+
+
+def _fp16_scale(tail: Tail) -> float:
+    """2^14 over the least power of two that no slope of the tail exceeds: a gradient by a logit is
+    then at most 2^14."""
+    slope = abs(tail.before * (tail.after or 1.0))
+    return 2.0 ** max(-60, min(60, _FP16_EXPONENT - math.ceil(math.log2(slope))))
+
+
+def _sums_over_pieces(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: Tensor,
+    compute: torch.dtype, ignore_index: int, tail: Tail, wanted: Sequence[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The wanted gradients, times the scale; writes the losses. The logits' memory is free again
+    when it returns."""
+    rows, columns = x.shape[0], weight.shape[0]
+    operands = padded(weight, compute), None if bias is None else padded(bias, compute)
+    pieces = pieces_of(rows, weight, compute, wanted)
+    sums = sums_of(x, weight, wanted, pieces)
+    buffer = x.new_empty((pieces.rows, width_of(columns)), dtype=compute)
+    for first in range(0, rows, pieces.rows):
+        part = x[first : first + pieces.rows].to(compute)
+        piece, logits = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
+        _linear(part, *operands, logits)
+        scaled = scale if wanted else None
+        _rows(logits, labels[piece], losses[piece], scaled, columns, ignore_index, tail)
+        add_products(sums, piece, logits, part, operands[0])
+    return sums
 
 
 def _like(
     x: Tensor, weight: Tensor, bias: Any, labels: Any, compute: torch.dtype, *rest: Any
 ) -> list[Tensor]:
-    *_, reduction, wanted = rest
+    *_, reduction, _, wanted = rest
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     kept = {"weight": kept_dtype(weight, compute)}
     shape = x.shape[:1] if reduction == "none" else ()
@@ -137,15 +186,24 @@ def padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
     return made
 
 
-def sums_of(
-    x: Tensor, weight: Tensor, compute: torch.dtype, wanted: Sequence[str], height: int
-) -> dict[str, Tensor]:
+def sums_of(x: Tensor, weight: Tensor, wanted: Sequence[str], pieces: Pieces) -> dict[str, Tensor]:
     """Room for the gradients, padded as the operands of their gemms are."""
     rows, (columns, k) = x.shape[0], weight.shape
     shapes = {"x": (rows, k), "weight": (width_of(columns), k), "bias": (width_of(columns),)}
-    one_piece = {"weight": kept_dtype(weight, compute)} if height >= rows else {}
+    dtypes = {"weight": pieces.sum}
     make = x.new_empty if rows else x.new_zeros  # the first piece writes, if there is one
-    return {n: make(shapes[n], dtype=one_piece.get(n, torch.float32)) for n in wanted}
+    return {n: make(shapes[n], dtype=dtypes.get(n, torch.float32)) for n in wanted}
+
+
+def cut_off(
+    sums: dict[str, Tensor], rows: int, columns: int, dtypes: Mapping[str, torch.dtype]
+) -> list[Tensor]:
+    """The gradients without what pads them, in these dtypes or in fp32."""
+    counts = {"x": rows}
+    return [
+        total[: counts.get(name, columns)].to(dtypes.get(name, torch.float32))
+        for name, total in sums.items()
+    ]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
@@ -156,28 +214,59 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> N
 
 
 def _rows(
-    logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, columns: int, ignored: int
-) -> None:
+    logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, columns: int,
+    ignored: int, tail: Tail,
+) -> None:  # fmt: skip
     """The losses of rows, and with a scale, in place, the gradients of these by the logits, times
     the scale; 0 behind the columns."""
     if logits.device.type == "cuda":
-        spec = spec_of(logits.dtype)
-        launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored)
+        spec = spec_of(logits.dtype, tail)
+        launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored, tail)
         return
-    values = logits[:, :columns].float()
-    losses.copy_(F.cross_entropy(values, labels, ignore_index=ignored, reduction="none"))
+    of_columns = logits[:, :columns]
+    values = values_of(of_columns, tail)
+    losses.copy_(losses_of(values, labels, ignored, tail))
     if scale is not None:
-        write_gradient(logits, values.softmax(-1), labels, scale, ignored)
+        of_row = torch.where(labels != ignored, scale, 0.0)
+        write_gradient(logits, of_columns, values.softmax(-1), labels, of_row, -of_row, tail)
 
 
-def write_gradient(to: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, ignored: int) -> None:
-    """By torch, what the kernel writes. shares: softmax of logits in fp32, which it changes."""
-    columns, counts = shares.shape[1], labels != ignored
-    at = torch.where(counts, labels, 0)[:, None]
-    shares.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
-    # A product, not a choice: what is NaN stays NaN where the label does not count, as in eager.
-    to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]
+def values_of(logits: Tensor, tail: Tail) -> Tensor:
+    """By torch, what the kernel takes the softmax of, in fp32."""
+    values = logits.float()
+    if tail.before != 1.0:
+        values = values * tail.before
+    return values.tanh() * tail.after if tail.after else values
+
+
+def losses_of(values: Tensor, labels: Tensor, ignored: int, tail: Tail) -> Tensor:
+    how: dict[str, Any] = {"ignore_index": ignored, "reduction": "none"}
+    return F.cross_entropy(values, labels, **how, label_smoothing=tail.smoothing)
+
+
+def write_gradient(
+    to: Tensor, logits: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, hot: Tensor,
+    tail: Tail,
+) -> None:  # fmt: skip
+    """By torch, what the kernel writes. shares: softmax of the values in fp32, which it changes.
+    scale, hot: of each row, 0 where it does not count."""
+    columns = shares.shape[1]
+    shares *= scale[:, None]  # what is NaN stays NaN where the label does not count, as in eager
+    at = torch.where((labels >= 0) & (labels < columns), labels, 0)[:, None]
+    shares.scatter_add_(1, at, (hot * (1 - tail.smoothing))[:, None])
+    if tail.smoothing:
+        shares += hot[:, None] * (tail.smoothing / columns)
+    if tail.after:
+        shares *= slope_of_cap(values_of(logits, tail), tail)
+    elif tail.before != 1.0:
+        shares *= tail.before
+    to[:, :columns] = shares
     to[:, columns:] = 0.0
+
+
+def slope_of_cap(values: Tensor, tail: Tail) -> Tensor:
+    """Of the values of capped logits, by the logits."""
+    return (1 - (values / tail.after).square()) * (tail.before * tail.after)
 
 
 def add_products(
@@ -195,15 +284,17 @@ def add_products(
 
 
 def _multiply(a: Tensor, b: Tensor, total: Tensor, beta: int) -> None:
-    """total = beta total + a b, of 16-bit a and b. total: in fp32, or of their dtype without
-    beta."""
-    if total.dtype is a.dtype:
+    """total = beta total + a b, of 16-bit a and b, rounded once. total: in fp32, or of their
+    dtype."""
+    if total.dtype is a.dtype and not beta:
         torch.mm(a, b, out=total)
-    elif a.device.type == "cuda":
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
-    else:
+    elif a.device.type != "cuda":
         made = a.float() @ b.float()
         total.copy_(total + made if beta else made)
+    elif total.dtype is a.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -227,7 +318,7 @@ class _HeadLoss(torch.autograd.Function):
         scale = d_loss * factor
         kept = zip(ctx.wanted.items(), made)
         grads = {name: (grad * scale).to(dtype) for (name, dtype), grad in kept}
-        return *(grads.get(name) for name in OPERANDS), *[None] * 4
+        return *(grads.get(name) for name in OPERANDS), *[None] * 5
 
 
 def _called(*arguments: Any) -> list[Tensor]:
@@ -238,10 +329,11 @@ def _called(*arguments: Any) -> list[Tensor]:
 def _composite(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
     compute: torch.dtype, out: torch.dtype, ignore_index: int, reduction: str,
+    tail: Sequence[float],
 ) -> Tensor:  # fmt: skip
     with torch.autocast(x.device.type, enabled=False):
         operands = x.reshape(-1, x.shape[-1]), weight, bias
-        given = *operands, labels.reshape(-1), compute, ignore_index, reduction
+        given = *operands, labels.reshape(-1), compute, ignore_index, reduction, tail
         trains = any(v is not None and v.requires_grad for v in operands)
         if torch.is_grad_enabled() and trains:
             loss: Tensor = _HeadLoss.apply(*given)
@@ -251,10 +343,11 @@ def _composite(
 
 
 # x [*, K], weight [V, K], labels as x without its last dimension. compute: of the logits, out: of
-# the loss. reduction: as of cross_entropy; "none" has no gradient. AOTAutograd sees through it.
+# the loss. reduction: as of cross_entropy; "none" has no gradient. tail: the numbers of a `Tail`.
+# AOTAutograd sees through it.
 _LIBRARY.define(
     "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute, "
-    "ScalarType out, int ignore_index, str reduction) -> Tensor"
+    "ScalarType out, int ignore_index, str reduction, float[] tail) -> Tensor"
 )
 _LIBRARY.impl("head_loss", _composite, "CompositeImplicitAutograd")
 HEAD_LOSS = torch.ops.fx_fuser.head_loss.default

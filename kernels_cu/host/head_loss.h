@@ -20,9 +20,10 @@ struct HeadLossKernels {
   Kernel gradient;
   Kernel gradient_unaligned;
   ScalarType logits;
+  bool has_tail;
 };
 
-int64_t load_head_loss(const Sources& from) {
+int64_t load_head_loss(const Sources& from, bool has_tail) {
   const Signature types(from);
   types.check_operands(0);
   Library library = load_library(from.cubins.at(0));
@@ -30,10 +31,20 @@ int64_t load_head_loss(const Sources& from) {
       get_kernel(library, "fx_fuser_head_loss"), get_kernel(library, "fx_fuser_head_loss_kept"),
       get_kernel(library, "fx_fuser_head_loss_kept_unaligned"),
       get_kernel(library, "fx_fuser_head_loss_gradient"),
-      get_kernel(library, "fx_fuser_head_loss_gradient_unaligned"), types.x});
+      get_kernel(library, "fx_fuser_head_loss_gradient_unaligned"), types.x, has_tail});
   return keep<>(from, std::move(kernels));
 }
-const AddLoader kHeadLossLoader("head_loss", load_head_loss);
+const AddLoader kHeadLossLoader("head_loss",
+                                [](const Sources& from) { return load_head_loss(from, false); });
+const AddLoader kHeadLossTailLoader("head_loss_tail",
+                                    [](const Sources& from) { return load_head_loss(from, true); });
+
+LogitTail tail_of(const HeadLossKernels& kernels, double before, double after, double smoothing) {
+  const bool is_plain = before == 1.0 && after == 0.0 && smoothing == 0.0;
+  STD_TORCH_CHECK(kernels.has_tail || is_plain, "fx_fuser: the kernel takes logits as they are");
+  STD_TORCH_CHECK(0.0 <= smoothing && smoothing < 1.0, "fx_fuser: a smoothing of ", smoothing);
+  return {static_cast<float>(before), static_cast<float>(after), static_cast<float>(smoothing)};
+}
 
 bool has_vectors(const Tensor& rows) {
   return reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
@@ -79,7 +90,8 @@ void launch_rows(const Kernel& kernel, const Tensor& logits, const HeadLossArgs&
 }
 
 void head_loss(int64_t handle, const Tensor& logits, const Tensor& labels, const Tensor& losses,
-               const std::optional<Tensor>& scale, int64_t columns, int64_t ignore_index) {
+               const std::optional<Tensor>& scale, int64_t columns, int64_t ignore_index,
+               double before, double after, double smoothing) {
   const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
   check_padded_rows(kernels, logits, "logits", columns);
   check_one_a_row(labels, logits, "labels", ScalarType::Long, 1);
@@ -98,12 +110,13 @@ void head_loss(int64_t handle, const Tensor& logits, const Tensor& labels, const
   args.gradient_pitch = static_cast<int32_t>(logits.stride(0));
   args.columns = static_cast<int32_t>(columns);
   args.ignore_index = ignore_index;
+  args.tail = tail_of(kernels, before, after, smoothing);
   launch_rows(kernels.in_place, logits, args);
 }
 
 // What both kernels of logits that stay take.
 HeadLossArgs kept_args(const HeadLossKernels& kernels, const Tensor& logits, const Tensor& sums,
-                       const Tensor& labels, int64_t ignore_index) {
+                       const Tensor& labels, int64_t ignore_index, const LogitTail& tail) {
   check_rows(kernels, logits, "logits");
   check_one_a_row(sums, logits, "sums", ScalarType::Float, 2);
   check_one_a_row(labels, logits, "labels", ScalarType::Long, 1);
@@ -114,27 +127,34 @@ HeadLossArgs kept_args(const HeadLossKernels& kernels, const Tensor& logits, con
   args.pitch = logits.stride(0);
   args.columns = static_cast<int32_t>(logits.size(1));
   args.ignore_index = ignore_index;
+  args.tail = tail;
   return args;
 }
 
 void head_loss_kept(int64_t handle, const Tensor& logits, const Tensor& labels,
-                    const Tensor& losses, const Tensor& sums, int64_t ignore_index) {
+                    const Tensor& losses, const Tensor& sums, int64_t ignore_index, double before,
+                    double after, double smoothing) {
   const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
-  HeadLossArgs args = kept_args(kernels, logits, sums, labels, ignore_index);
+  const LogitTail tail = tail_of(kernels, before, after, smoothing);
+  HeadLossArgs args = kept_args(kernels, logits, sums, labels, ignore_index, tail);
   check_one_a_row(losses, logits, "losses", ScalarType::Float, 1);
   args.losses = static_cast<float*>(losses.data_ptr());
   launch_rows(has_vectors(logits) ? kernels.kept : kernels.kept_unaligned, logits, args);
 }
 
 void head_loss_gradient(int64_t handle, const Tensor& logits, const Tensor& sums,
-                        const Tensor& labels, const Tensor& scale, const Tensor& gradient,
-                        int64_t ignore_index) {
+                        const Tensor& labels, const Tensor& scale, const Tensor& hot,
+                        const Tensor& gradient, int64_t ignore_index, double before, double after,
+                        double smoothing) {
   const auto& kernels = *reinterpret_cast<const HeadLossKernels*>(handle);
-  HeadLossArgs args = kept_args(kernels, logits, sums, labels, ignore_index);
+  const LogitTail tail = tail_of(kernels, before, after, smoothing);
+  HeadLossArgs args = kept_args(kernels, logits, sums, labels, ignore_index, tail);
   check_padded_rows(kernels, gradient, "gradients", logits.size(1));
   STD_TORCH_CHECK(gradient.size(0) == logits.size(0), "fx_fuser: gradients of ", gradient.size(0),
                   " rows, not of ", logits.size(0));
   check_one_a_row(scale, logits, "scales", ScalarType::Float, 1);
+  check_one_a_row(hot, logits, "scales of labels", ScalarType::Float, 1);
+  args.hot = static_cast<const float*>(hot.data_ptr());
   args.gradient = gradient.data_ptr();
   args.gradient_pitch = static_cast<int32_t>(gradient.stride(0));
   args.scale = static_cast<const float*>(scale.data_ptr());

@@ -41,13 +41,14 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
   m.def(
       "head_loss(int kernels, Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor? scale, "
-      "int columns, int ignore_index) -> ()");
+      "int columns, int ignore_index, float before, float after, float smoothing) -> ()");
   m.def(
       "head_loss_kept(int kernels, Tensor logits, Tensor labels, Tensor(a!) losses, Tensor(b!) "
-      "sums, int ignore_index) -> ()");
+      "sums, int ignore_index, float before, float after, float smoothing) -> ()");
   m.def(
       "head_loss_gradient(int kernels, Tensor logits, Tensor sums, Tensor labels, Tensor scale, "
-      "Tensor(a!) gradient, int ignore_index) -> ()");
+      "Tensor hot, Tensor(a!) gradient, int ignore_index, float before, float after, float "
+      "smoothing) -> ()");
   m.def("reset_linear_split(int kernels) -> ()");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "

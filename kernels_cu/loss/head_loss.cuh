@@ -10,6 +10,10 @@
 // Logits that stay lie as their Linear wrote them: rows of an odd length without padding begin
 // anywhere, and are read element by element, of which a warp's lie side by side.
 //
+// By FX_FUSER_HEAD_LOSS_TAIL softmax takes values that are scaled or capped logits, and the loss
+// may be smoothed (`LogitTail`); what is above then holds for these. The others have no instruction
+// for it.
+//
 // Values are torch's: a NaN or +inf makes NaN of the row, and so do logits that are all -inf. Where
 // the label does not count, the loss is 0 and the gradient 0 times softmax, of such a row NaN.
 #pragma once
@@ -54,6 +58,34 @@ struct ExpSum {
   }
 };
 
+// Softmax takes the logits themselves.
+struct NoTail {
+  static constexpr bool kIsPlain = true;
+  __device__ __forceinline__ explicit NoTail(const LogitTail&) {}
+  static __device__ __forceinline__ float value(float logit) { return logit; }
+};
+
+struct WithTail {
+  static constexpr bool kIsPlain = false;
+  LogitTail given;
+  __device__ __forceinline__ explicit WithTail(const LogitTail& tail) : given(tail) {}
+
+  __device__ __forceinline__ float value(float logit) const {
+    const float scaled = math::mul(logit, given.before);
+    return given.after == 0.0f ? scaled : math::mul(given.after, math::tanh(scaled));
+  }
+
+  // The value, which by the logit has this slope.
+  __device__ __forceinline__ float value(float logit, float& slope) const {
+    const float scaled = math::mul(logit, given.before);
+    slope = given.before;
+    if (given.after == 0.0f) return scaled;
+    const float capped = math::tanh(scaled);
+    slope *= given.after * (1.0f - capped * capped);
+    return math::mul(given.after, capped);
+  }
+};
+
 // The same in all threads of the block.
 __device__ __forceinline__ ExpSum merge_block(ExpSum mine) {
   __shared__ ExpSum of_warp[kHeadLossThreads / 32];
@@ -69,8 +101,22 @@ __device__ __forceinline__ ExpSum merge_block(ExpSum mine) {
   return whole;
 }
 
+// In all threads of the block.
+__device__ __forceinline__ float sum_block(float mine) {
+  __shared__ float of_warp[kHeadLossThreads / 32];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    mine += __shfl_xor_sync(~0u, mine, distance);
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mine;
+  __syncthreads();
+  float whole = of_warp[0];
+  for (int warp = 1; warp < kHeadLossThreads / 32; ++warp) whole += of_warp[warp];
+  return whole;
+}
+
 // A row of logits. kIsPadded: may what lies behind its columns be read, up to a whole vector?
-template <class T, int kWidth, bool kIsPadded>
+template <class T, int kWidth, bool kIsPadded, class Tail>
 struct LogitRow {
   static constexpr int kInFlight = kHeadLossInFlight * (16 / sizeof(T)) / kWidth;  // vectors
   static constexpr int kRound = kHeadLossThreads * kInFlight;
@@ -78,6 +124,7 @@ struct LogitRow {
 
   const T* logits;
   int columns;
+  Tail tail;
 
   __device__ __forceinline__ void load(Vector (&raw)[kInFlight], int first) const {
 #pragma unroll
@@ -91,8 +138,10 @@ struct LogitRow {
     }
   }
 
-  __device__ __forceinline__ ExpSum exp_sum() const {
+  // Of the row's values. total: becomes their sum, where there is a tail.
+  __device__ __forceinline__ ExpSum exp_sum(float& total) const {
     ExpSum mine;
+    total = 0.0f;
     for (int first = threadIdx.x; first * kWidth < columns; first += kRound) {
       Vector raw[kInFlight];
       load(raw, first);
@@ -102,19 +151,23 @@ struct LogitRow {
         const int left = columns - (first + i * kHeadLossThreads) * kWidth;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          logit[i * kWidth + e] = e < left ? convert<float>(raw[i][e]) : lowest();
+          const float value = tail.value(convert<float>(raw[i][e]));
+          logit[i * kWidth + e] = e < left ? value : lowest();
+          if (!Tail::kIsPlain) total += e < left ? value : 0.0f;
         }
       }
       mine.add(logit);
     }
+    if (!Tail::kIsPlain) total = sum_block(total);
     return merge_block(mine);
   }
 
-  // To `pitch` elements, which may be the row itself; behind the columns 0. label: -1 where it does
-  // not count.
+  // To `pitch` elements, which may be the row itself; behind the columns 0: scale times softmax,
+  // and at the label, -1 for none, hot more. flat: of hot, more at each column.
   __device__ __forceinline__ void store_gradient(T* to, int pitch, const ExpSum& whole, float scale,
-                                                 int label) const {
+                                                 float hot, float flat, int label) const {
     const float weight = scale / whole.sum;
+    const float everywhere = hot * flat;
     for (int first = threadIdx.x; first * kWidth < pitch; first += kRound) {
       Vector raw[kInFlight];
       load(raw, first);
@@ -125,9 +178,12 @@ struct LogitRow {
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float logit = convert<float>(raw[i][e]);
-          const float share = math::exp_of_minus(whole.largest - logit) * weight;
-          const float value = begin + e == label ? share - scale : share;
-          gradient[e] = begin + e < columns ? value : 0.0f;
+          float slope = 1.0f, value = logit;
+          if constexpr (!Tail::kIsPlain) value = tail.value(logit, slope);
+          float share = math::exp_of_minus(whole.largest - value) * weight;
+          if (!Tail::kIsPlain) share += everywhere;
+          const float made = begin + e == label ? share + hot : share;
+          gradient[e] = begin + e < columns ? made * slope : 0.0f;
         }
         if (begin < pitch) *reinterpret_cast<Vector*>(to + begin) = pack<T>(gradient);
       }
@@ -143,50 +199,76 @@ __device__ __forceinline__ int label_of(const HeadLossArgs& args) {
   return static_cast<int>(given);
 }
 
-template <class T, int kWidth, bool kIsPadded>
+template <class T, int kWidth, bool kIsPadded, class Tail>
 __device__ __forceinline__ ExpSum store_loss(const HeadLossArgs& args,
-                                             const LogitRow<T, kWidth, kIsPadded>& row, int label) {
+                                             const LogitRow<T, kWidth, kIsPadded, Tail>& row,
+                                             int label) {
   // Before the block's barrier, behind which threads may write gradients in the logits' place.
-  const float picked = threadIdx.x == 0 && label >= 0 ? convert<float>(row.logits[label]) : 0.0f;
-  const ExpSum whole = row.exp_sum();
+  const bool picks = threadIdx.x == 0 && label >= 0;
+  const float picked = picks ? row.tail.value(convert<float>(row.logits[label])) : 0.0f;
+  float total;
+  const ExpSum whole = row.exp_sum(total);
   if (threadIdx.x == 0) {
     // The difference first: of large logits it is exact.
-    args.losses[blockIdx.x] = label >= 0 ? whole.largest - picked + logf(whole.sum) : 0.0f;
+    float behind = whole.largest - picked;
+    if (!Tail::kIsPlain && args.tail.smoothing != 0.0f) {
+      const float mean = total / static_cast<float>(args.columns);
+      behind += args.tail.smoothing * (picked - mean);
+    }
+    args.losses[blockIdx.x] = label >= 0 ? behind + logf(whole.sum) : 0.0f;
   }
   return whole;
 }
 
-template <class T>
+// What each column's gradient has of the label's.
+template <class Tail>
+__device__ __forceinline__ float flat_of(const HeadLossArgs& args) {
+  if (Tail::kIsPlain) return 0.0f;
+  const float smoothing = args.tail.smoothing;
+  return smoothing / ((1.0f - smoothing) * static_cast<float>(args.columns));
+}
+
+// The label's gradient beside softmax's.
+template <class Tail>
+__device__ __forceinline__ float hot_of(const HeadLossArgs& args, float of_loss) {
+  return Tail::kIsPlain ? of_loss : of_loss * (1.0f - args.tail.smoothing);
+}
+
+template <class T, class Tail>
 __device__ __forceinline__ void head_loss(const HeadLossArgs& args) {
   T* logits = static_cast<T*>(args.gradient) + int64_t{blockIdx.x} * args.gradient_pitch;
-  const LogitRow<T, 16 / sizeof(T), true> row{logits, args.columns};
+  const LogitRow<T, 16 / sizeof(T), true, Tail> row{logits, args.columns, Tail(args.tail)};
   const int label = label_of(args);
   const ExpSum whole = store_loss(args, row, label);
   if (args.scale != nullptr) {
     const float scale = label >= 0 ? *args.scale : 0.0f;
-    row.store_gradient(logits, args.gradient_pitch, whole, scale, label);
+    row.store_gradient(logits, args.gradient_pitch, whole, scale, hot_of<Tail>(args, -scale),
+                       flat_of<Tail>(args), label);
   }
 }
 
-template <class T, int kWidth>
-__device__ __forceinline__ LogitRow<T, kWidth, false> kept_row(const HeadLossArgs& args) {
-  return {static_cast<const T*>(args.logits) + int64_t{blockIdx.x} * args.pitch, args.columns};
+template <class T, int kWidth, class Tail>
+__device__ __forceinline__ LogitRow<T, kWidth, false, Tail> kept_row(const HeadLossArgs& args) {
+  return {static_cast<const T*>(args.logits) + int64_t{blockIdx.x} * args.pitch, args.columns,
+          Tail(args.tail)};
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, class Tail>
 __device__ __forceinline__ void head_loss_kept(const HeadLossArgs& args) {
-  const ExpSum whole = store_loss(args, kept_row<T, kWidth>(args), label_of(args));
+  const ExpSum whole = store_loss(args, kept_row<T, kWidth, Tail>(args), label_of(args));
   if (threadIdx.x == 0) args.sums[blockIdx.x] = {whole.largest, whole.sum};
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, class Tail>
 __device__ __forceinline__ void head_loss_gradient(const HeadLossArgs& args) {
   T* gradient = static_cast<T*>(args.gradient) + int64_t{blockIdx.x} * args.gradient_pitch;
   const int label = label_of(args);
   const RowSums sums = args.sums[blockIdx.x];
-  const float scale = label >= 0 ? args.scale[blockIdx.x] : 0.0f;
-  kept_row<T, kWidth>(args).store_gradient(gradient, args.gradient_pitch, {sums.largest, sums.sum},
-                                           scale, label);
+  const float scale = args.scale[blockIdx.x];
+  const float hot = args.hot[blockIdx.x];
+  kept_row<T, kWidth, Tail>(args).store_gradient(
+      gradient, args.gradient_pitch, {sums.largest, sums.sum}, scale, hot_of<Tail>(args, hot),
+      flat_of<Tail>(args), label);
 }
 
 }  // namespace fx_fuser
@@ -198,9 +280,17 @@ __device__ __forceinline__ void head_loss_gradient(const HeadLossArgs& args) {
     fx_fuser::__VA_ARGS__(args);                                              \
   }
 
-#define FX_FUSER_HEAD_LOSS(functor, scalars, Acc, Out, T)                                       \
-  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss, head_loss<T>)                                   \
-  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_kept, head_loss_kept<T, 16 / sizeof(T)>)         \
-  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_kept_unaligned, head_loss_kept<T, 1>)            \
-  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_gradient, head_loss_gradient<T, 16 / sizeof(T)>) \
-  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_gradient_unaligned, head_loss_gradient<T, 1>)
+#define FX_FUSER_HEAD_LOSS_KERNELS(T, Tail)                                        \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss, head_loss<T, fx_fuser::Tail>)      \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_kept,                               \
+                            head_loss_kept<T, 16 / sizeof(T), fx_fuser::Tail>)     \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_kept_unaligned,                     \
+                            head_loss_kept<T, 1, fx_fuser::Tail>)                  \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_gradient,                           \
+                            head_loss_gradient<T, 16 / sizeof(T), fx_fuser::Tail>) \
+  FX_FUSER_HEAD_LOSS_KERNEL(fx_fuser_head_loss_gradient_unaligned,                 \
+                            head_loss_gradient<T, 1, fx_fuser::Tail>)
+
+#define FX_FUSER_HEAD_LOSS(functor, scalars, Acc, Out, T) FX_FUSER_HEAD_LOSS_KERNELS(T, NoTail)
+#define FX_FUSER_HEAD_LOSS_TAIL(functor, scalars, Acc, Out, T) \
+  FX_FUSER_HEAD_LOSS_KERNELS(T, WithTail)

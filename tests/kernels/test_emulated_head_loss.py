@@ -12,11 +12,13 @@ from checks import passes
 from emulator.device import EmulatedGpu, in_place_of_cuda
 from torch import Tensor
 
+from fx_fuser.graph.read.heads import Tail
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
 from fx_fuser.ops import head_kept
 from fx_fuser.ops import head_loss as op
 
+TAIL = Tail(0.5, 3.0, 0.1)
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 
 
@@ -68,10 +70,10 @@ def test_the_op_with_the_kernel_is_the_op_without(
     given = [torch.randn(*shape, requires_grad=True) for shape in ((140, 16), (51, 16), (51,))]
 
     def by_kernel(logits: Tensor, labels: Tensor, *rest: Any) -> None:
-        launch.head_loss(spec_of(dtype), logits, labels.contiguous(), *rest)
+        launch.head_loss(spec_of(dtype, TAIL), logits, labels.contiguous(), *rest)
 
     def made() -> list[Tensor]:
-        loss = op.HEAD_LOSS(*given, labels, dtype, torch.float32, -100, reduction)
+        loss = op.HEAD_LOSS(*given, labels, dtype, torch.float32, -100, reduction, TAIL)
         return [loss.detach(), *torch.autograd.grad(loss, given)]
 
     monkeypatch.setattr(op, "_ROWS", 1)
@@ -95,7 +97,7 @@ def test_the_op_of_kept_logits_with_the_kernels_is_the_op_without(
     logits = x @ weight.t() + bias
 
     def made() -> list[Tensor]:
-        loss = head_kept.HEAD_LOSS_KEPT(*given, logits, labels, torch.float32, -100, "mean")
+        loss = head_kept.HEAD_LOSS_KEPT(*given, logits, labels, torch.float32, -100, "mean", TAIL)
         return [loss.detach(), *torch.autograd.grad(loss, given)]
 
     monkeypatch.setattr(op, "_ROWS", 1)

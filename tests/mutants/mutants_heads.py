@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-PASS, OP, READ = "passes/head_loss.py", "ops/head_loss.py", "graph/read/heads.py"
+PASS, OP, READ = "passes/head_loss/__init__.py", "ops/head_loss.py", "graph/read/heads.py"
 TESTS = "tests/passes/test_head_loss.py"
 KEPT, STAYING = "ops/head_kept.py", "tests/passes/test_head_kept.py"
 LEFT = "tests/passes/test_head_loss_left.py"
+PARTS, REWRITE = "passes/head_loss/parts.py", "passes/head_loss/rewrite.py"
+PIECES = "tests/passes/test_head_pieces.py"
 
 
 def _left(
@@ -16,17 +18,82 @@ def _left(
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
-    _left("class weights", 'if given["weight"] is not None:', "class_weights"),
-    _left("label smoothing", 'if given["label_smoothing"] != 0.0:', "smoothed"),
+    _left("class weights", 'if given["weight"] is not None:', "class_weights", of=PARTS),
+    _left(
+        "label smoothing below 1", "<= smoothing < 1.0:", "smoothed_away", "<= smoothing:", PARTS
+    ),
+    _left("several losses", "if len(losses) > 1:", "two_losses_and_a_penalty", of=PARTS),
+    _left(
+        "one multiple",
+        "if len({one.tails[-1] for one in heads.values()}) > 1:",
+        "penalty_of_another_multiple",
+        of=PARTS,
+    ),
+    _left("the same rows", "if not are_whole and any(", "penalty_of_other_rows", "if all(", PARTS),
+    _left(
+        "labels come first",
+        "if are_whole and view.order[labels] < view.order[first]:",
+        "labels_of_a_log_sum_exp",
+        "if True:",
+        PARTS,
+    ),
+    _left(
+        "labels stay beside a log-sum-exp",
+        "if _are_written(view, labels, at, loss):",
+        "labels_written_in_between",
+        of=PARTS,
+    ),
+    _left(
+        "nothing is written behind a log-sum-exp",
+        "if any(_is_written(view, head, view.nodes[-1]) for head in heads.values()):",
+        "penalty_and_a_write",
+    ),
+    _left(
+        "a log-sum-exp is no loss",
+        "if not any(is_loss(n) or is_pick(n) for n in heads):",
+        "log_sum_exp_alone",
+    ),
+    _left(
+        "a log-sum-exp of one dimension",
+        "return len(dims) == 1 and ",
+        "log_sum_exp_of_columns",
+        "return ",
+        READ,
+    ),
+    _left(
+        "a log-sum-exp of rows",
+        "dims[0] in (-1, ndim - 1)",
+        "log_sum_exp_over_rows",
+        "True",
+        READ,
+    ),
+    _left("one cap", "if factor is None and tail.after:", "capped_twice", of=READ),
+    _left("a scale is not 0", "all(1e-30 < abs(v) ", "of_nothing", "all(0 <= abs(v) ", READ),
+    _left(
+        "scales of logits",
+        "_scaled(view, at) if is_normalised else",
+        "scaled_likelihoods",
+        "_scaled(view, at) if True else",
+        READ,
+    ),
+    _left(
+        "scales that are numbers",
+        "if len(values) != 1 or len(values) + len(numbers) != len(expr.args):",
+        "of_a_learnt_scale",
+        "if not values:",
+        READ,
+    ),
     _left(
         "readers with a gradient",
         "reader is output or _is_aside(reader)",
         "also_a_penalty",
         "True",
     ),
-    _left("one of a row", "of_row == 1 and ", "two_of_a_row", ""),
-    _left("of every row", " and rows == [*value_of(likely).shape[:-1]]", "of_a_few_rows", ""),
-    _left("along a row", "dim in (-1, len(rows)) and ", "over_rows", ""),
+    _left("one of a row", "of_row == 1 and ", "two_of_a_row", "", PARTS),
+    _left(
+        "of every row", " and rows == [*value_of(likely).shape[:-1]]", "of_a_few_rows", "", PARTS
+    ),
+    _left("along a row", "dim in (-1, len(rows)) and ", "over_rows", "", PARTS),
     _left("what is read are logits", "if value not in head.logits or ", "likely_returned", "if "),
     _left(
         "nothing is written behind",
@@ -40,7 +107,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "returned_without_training",
     ),
     _left("a cast that rounds", "if not kinds <= {head.kind, torch.float32}:", "rounded_again"),
-    _left("one region", " or regions != {region}", "without_its_gradient", ""),
+    _left("one region", " or len(regions) > 1", "without_its_gradient", ""),
     _left(
         "a write in between",
         "if _is_written(view, head, loss):",
@@ -69,9 +136,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     _left(
         "a loss of what is normalised",
-        "is_head = is_normalised and ",
+        "if not is_normalised or site.kind not in",
         "not_normalised",
-        "is_head = ",
+        "if site.kind not in",
         READ,
     ),
     _left(
@@ -84,14 +151,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: in a checkpoint gradients are made in backward",
         PASS,
-        'waits = given.reduction == "none" or is_body',
-        'waits = given.reduction == "none"',
+        'waits = parts.given.reduction == "none" or is_body',
+        'waits = parts.given.reduction == "none"',
         (f"{STAYING}::test_in_a_checkpoint",),
     ),
     (
         "heads: rows' own losses wait for their gradients",
         PASS,
-        'waits = given.reduction == "none" or is_body',
+        'waits = parts.given.reduction == "none" or is_body',
         "waits = is_body",
         (f"{STAYING}::test_under_autocast[of_each_row]",),
     ),
@@ -118,7 +185,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "heads: a gradient of logits comes from outside",
-        PASS,
+        REWRITE,
         'results[at] = output.graph.call_method("detach", (value,))',
         "pass",
         (f"{STAYING}::test_only_who_sends_a_gradient_through_the_logits_pays_for_one",),
@@ -168,8 +235,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: gradients of fp16 are scaled",
         OP,
-        "_FP16_SCALE = 2.0**14",
-        "_FP16_SCALE = 1.0",
+        "_FP16_EXPONENT = 14",
+        "_FP16_EXPONENT = 0",
         (f"{TESTS}::test_gradients_that_fp16_rounds_to_zero[1.0]",),
     ),
     (
@@ -184,13 +251,104 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         OP,
         "beta = 1 if piece.start else 0",
         "beta = 0",
-        (f"{TESTS}::test_pieces_of_rows[dtype0-129]",),
+        (f"{PIECES}::test_pieces_of_rows[dtype0-129]",),
+    ),
+    (
+        "heads: logits are returned behind their tail",
+        REWRITE,
+        "head.kind, head.tails[head.logits.index(value)]",
+        "head.kind",
+        (f"{STAYING}::test_under_autocast[capped_and_returned]",),
+    ),
+    (
+        "heads: a log-sum-exp has its gradient",
+        KEPT,
+        "scale, hot = scale + d_lse",
+        "scale, hot = scale",
+        (f"{STAYING}::test_under_autocast[with_a_penalty]",),
+    ),
+    (
+        "heads: a log-sum-exp of an infinite logit",
+        KEPT,
+        "torch.where(largest.isinf(), largest, ",
+        "torch.where(False, largest, ",
+        (f"{STAYING}::test_log_sum_exp_of_rows_that_are_not_finite[inf]",),
+    ),
+    (
+        "heads: what is read before is made before",
+        REWRITE,
+        "            parts.at.prepend(node)",
+        "            pass",
+        (f"{STAYING}::test_under_autocast[with_a_penalty]",),
+    ),
+    (
+        "heads: labels' views are seen through",
+        PARTS,
+        "labels = _made_of(given.labels)",
+        "labels = given.labels",
+        (f"{STAYING}::test_under_autocast[penalty_first]",),
+    ),
+    (
+        "heads: smoothed gradients",
+        OP,
+        "    if tail.smoothing:\n",
+        "    if False:\n",
+        (f"{TESTS}::test_under_autocast[smoothed]",),
+    ),
+    (
+        "heads: a cap has a slope",
+        OP,
+        "    if tail.after:\n        shares",
+        "    if False:\n        shares",
+        (f"{TESTS}::test_under_autocast[capped]",),
+    ),
+    (
+        "heads: a log-sum-exp without a gradient is aside",
+        PARTS,
+        "read_head(view, other) if value_of(other).requires_grad else None",
+        "read_head(view, other)",
+        (f"{STAYING}::test_under_autocast[also_a_log_sum_exp]",),
+    ),
+    (
+        "heads: gradients of fp16 behind a scale",
+        OP,
+        "slope = abs(tail.before * (tail.after or 1.0))",
+        "slope = 1.0",
+        (f"{TESTS}::test_gradients_of_fp16_behind_a_scale[0.005]",),
+    ),
+    (
+        "heads: grad mode shows in values",
+        "graph/read/view.py",
+        'grad = "_set_grad_enabled" if has_grad else None',
+        "grad = None",
+        (f"{STAYING}::test_under_autocast[also_a_log_sum_exp]",),
+    ),
+    (
+        "heads: few pieces add in bf16",
+        OP,
+        "_ADDED = 2",
+        "_ADDED = 3",
+        (f"{PIECES}::test_pieces_that_add_in_bf16[True-0.3333333333333333-1.0-0.02]",),
+    ),
+    (
+        "heads: a setting of torch's keeps sums wide",
+        OP,
+        "return not torch.backends",
+        "return False and torch.backends",
+        (f"{PIECES}::test_where_torchs_setting_keeps_sums_wide",),
+    ),
+    (
+        "heads: the logits' memory is free before a sum is rounded",
+        OP,
+        "max(2 * height + 4 * k, 6 * k)",
+        "2 * height + 6 * k",
+        (f"{PIECES}::test_sizes_of_pieces[10240-2048-dtype10-2048-False]",),
     ),
     (
         "heads: NaN of a row that does not count",
         OP,
-        "to[:, :columns] = shares * torch.where(counts, scale, 0.0)[:, None]",
-        "to[:, :columns] = torch.where(counts[:, None], shares * scale, 0.0)",
+        "    shares *= scale[:, None]  #",
+        "    shares = (shares * scale[:, None]).where(scale[:, None] != 0, 0.0)  #",
         (f"{TESTS}::test_rows_that_are_not_finite[nan]",),
     ),
 )

@@ -218,7 +218,7 @@ NAMED = {
     "passes.attention_split.__init__": {"attention"},
     "passes.attention_split.biased": {"attention_bias"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
-    "passes.head_loss": {"head_loss"},
+    "passes.head_loss.__init__": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},

@@ -27,7 +27,7 @@ from heads import (
     rows,
 )
 from helpers import Program, calls, compiled, recorded
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -107,6 +107,70 @@ def likely_tokens_and_logits(m: Program, x: Tensor, y: Tensor) -> Any:
     return torch.gather(input=likely, dim=2, index=y.clamp(min=0)[..., None]), logits
 
 
+def with_a_penalty(m: Program, x: Tensor, y: Tensor) -> Any:
+    """A z-loss, of labels that do not count as well."""
+    logits = m.biased(x).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def penalty_first(m: Program, x: Tensor, y: Tensor) -> Any:
+    """Read before the loss, of other views of the logits, which are returned."""
+    logits = m.head(x)
+    lse = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    penalty = (lse.squeeze(-1) * (y != IGNORED)).square().mean()
+    how = {"reduction": "sum", "label_smoothing": 0.1}
+    return F.cross_entropy(logits.float().view(-1, V), y.view(-1), **how) + penalty, logits
+
+
+def also_a_log_sum_exp(m: Program, x: Tensor, y: Tensor) -> Any:
+    """To be shown."""
+    logits = m.head(x).float().view(-1, V)
+    with torch.no_grad():
+        shown = logits.logsumexp(-1).mean()
+    return F.cross_entropy(logits, y.view(-1)), shown
+
+
+def by_hand(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = m.biased(x).float()
+    y = y.clamp(min=0)
+    return (logits.logsumexp(-1) - logits.gather(-1, y.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def by_hand_of_a_temperature(m: Program, x: Tensor, y: Tensor) -> Any:
+    """Both before the labels' turn."""
+    logits = (m.head(x) / 1.5)[:, :-1]
+    lse, y = torch.logsumexp(logits, -1), y[:, 1:].clamp(min=0)[..., None]
+    picked = torch.gather(logits, 2, y)[..., 0]
+    return (picked - lse).exp().mean(), lse
+
+
+def likely_with_a_penalty(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = 4 * (m.head(x).float() / 4).tanh()
+    likely = logits.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None])
+    return likely.sum() + logits.logsumexp(dim=2).square().sum()
+
+
+def capped_and_returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    """As Gemma's."""
+    logits = m.head(x) / 5.0
+    logits = torch.tanh(logits) * 5.0
+    return F.cross_entropy(logits.float().view(-1, V), y.view(-1)), logits
+
+
+def steps_returned(m: Program, x: Tensor, y: Tensor) -> Any:
+    """Raw, scaled, capped."""
+    logits = m.biased(x)
+    scaled = logits.float() * 0.3
+    capped = scaled.tanh()
+    return F.cross_entropy((capped * 8).view(-1, V), y.view(-1)), logits, scaled, capped
+
+
+def of_each_row_capped(m: Program, x: Tensor, y: Tensor) -> Any:
+    logits = (m.head(x).view(-1, V) / 3).tanh() * 6
+    how = {"reduction": "none", "label_smoothing": 0.3}
+    return F.cross_entropy(logits, y.view(-1), **how).square().mean()
+
+
 def twice(m: Program, x: Tensor, y: Tensor) -> Any:
     loss, logits = returned(m, x, y)
     other, others = returned(m, x * 0.5, y)
@@ -116,7 +180,10 @@ def twice(m: Program, x: Tensor, y: Tensor) -> Any:
 FORMS = {
     returned: 1, as_causal_models: 1, in_fp32_and_as_rows: 1, by_matmul: 1, of_hidden_states: 1,
     also_an_accuracy: 1, of_log_softmax: 1, of_each_row: 1, of_each_row_and_returned: 1,
-    likely_tokens: 1, likely_tokens_and_logits: 1, twice: 2,
+    likely_tokens: 1, likely_tokens_and_logits: 1, twice: 2, with_a_penalty: 1, penalty_first: 1,
+    also_a_log_sum_exp: 1,
+    by_hand: 1, by_hand_of_a_temperature: 1, likely_with_a_penalty: 1, capped_and_returned: 1,
+    steps_returned: 1, of_each_row_capped: 1,
 }  # fmt: skip
 
 
@@ -200,7 +267,7 @@ def test_only_who_sends_a_gradient_through_the_logits_pays_for_one(
     assert not sent and found() == 1
     loss, logits = fast(rows(B, T), labels(B, T))
     (loss + logits.sum()).backward()
-    assert sent == [(True, True, True, False, False)]  # the graph's own logits have none
+    assert sent == [(True, True, True, False, False, False)]  # the graph's own logits have none
 
 
 def test_what_notices_a_write_holds_no_logits() -> None:
@@ -291,6 +358,22 @@ def test_rows_that_are_not_finite(wrong: float) -> None:
     assert found() == 1
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_log_sum_exp_of_rows_that_are_not_finite(wrong: float) -> None:
+    def body(m: Program, logits: Tensor, y: Tensor) -> Any:
+        logits = (logits @ m.eye).float()
+        lse = logits.logsumexp(-1)
+        return lse - logits.gather(-1, y[..., None]).squeeze(-1), lse
+
+    made = Program(autocast(body), eye=nn.Parameter(torch.eye(1)))
+    x, y = torch.full((3, 1), wrong), torch.zeros(3, dtype=torch.long)
+    x[0] = 1.0
+    ours, expected = compiled(made, auto=True)(x, y), made(x, y)
+    assert found() == 1
+    for one, other in zip(ours, expected):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("shape", [(B, T), (1, 0)], ids=str)
 def test_where_no_label_counts(reduction: str, shape: tuple[int, ...]) -> None:
@@ -326,7 +409,7 @@ def test_pieces_of_rows(
     """Their gradients add as in one gemm."""
     monkeypatch.setattr(head_loss, "_ROWS", 1)
     made = model(autocast(returned, dtype)) if casts else model(returned, dtype)
-    assert head_loss.rows_of_piece(count, made.biased.weight, dtype) == min(count, 128)
+    assert head_loss.pieces_of(count, made.biased.weight, dtype).rows == min(count, 128)
     x = rows(1, count, dtype=torch.float32 if casts else dtype)
     check(made, x, labels(1, count), taken=first)
 

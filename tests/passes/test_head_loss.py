@@ -87,14 +87,50 @@ def by_modules(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return nn.NLLLoss()(m.biased(x).flatten(0, 1).log_softmax(1), y.view(-1))
 
 
+def capped(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """As Gemma's."""
+    logits = torch.tanh(m.head(x) / 5.0) * 5.0
+    return F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+
+
+def capped_in_fp32(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = 7 * (m.biased(x).float().view(-1, V) * 0.25).tanh()
+    return F.cross_entropy(logits / 0.5, y.view(-1), label_smoothing=0.2)
+
+
+def of_a_temperature(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = (m.head(x) / 0.7)[:, :-1].flatten(0, 1)
+    likely = F.log_softmax(-logits, dim=-1, dtype=torch.float32)
+    return F.nll_loss(likely, y[:, 1:].flatten())
+
+
+def smoothed(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.biased(x).float().view(-1, V)
+    return nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum")(logits, y.view(-1)) / 9
+
+
 def twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return viewed(m, x, y) + 0.5 * shifted(m, x, y)
+
+
+def linear_without_autocast(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", BF16, enabled=False):
+        logits = m.biased(x.to(m.biased.weight.dtype))
+    return F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+
+
+def loss_without_autocast(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """As who wants it in fp32 writes it."""
+    logits = m.head(x)
+    with torch.autocast("cpu", enabled=False):
+        return F.cross_entropy(logits.float().view(-1, V), y.view(-1))
 
 
 FORMS = {
     viewed: 1, shifted: 1, as_causal_models: 1, as_masked_models: 1, by_matmul: 1,
     by_another_matmul: 1, by_addmm: 1, of_a_few_rows: 1, of_one_sample: 1, of_log_softmax: 1,
-    by_modules: 1, twice: 2,
+    by_modules: 1, loss_without_autocast: 1, capped: 1, capped_in_fp32: 1, of_a_temperature: 1,
+    smoothed: 1, twice: 2,
 }  # fmt: skip
 
 
@@ -109,6 +145,23 @@ def test_under_autocast(body: Body) -> None:
 def test_weights_of_16_bits(body: Body, dtype: torch.dtype) -> None:
     """Without `float()` the loss has 16 bits, too."""
     check(model(body, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=FORMS[body])
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_linear_without_autocast(inner: str) -> None:
+    """Weights of bf16 are multiplied as they are, and the loss reads what it finds."""
+    given = rows(B, T, dtype=BF16), labels(B, T)
+    check(model(linear_without_autocast, BF16), *given, inner=inner)
+    check(model(autocast(linear_without_autocast), BF16), *given, heads=2, inner=inner)
+
+
+def test_autocast_of_the_linear_alone() -> None:
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            logits = m.biased(x)
+        return F.cross_entropy(logits.float().view(-1, V), y.view(-1))
+
+    check(model(body), rows(B, T), labels(B, T))
 
 
 def test_autocast_around_the_graph() -> None:
@@ -216,45 +269,6 @@ def test_a_label_that_is_no_column_raises() -> None:
         made(rows(B, T), y)
 
 
-@pytest.mark.parametrize("count", [1, 128, 129, 300])
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_pieces_of_rows(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their gradients add as in one gemm."""
-    monkeypatch.setattr(op, "_ROWS", 1)
-    made = model(autocast(as_masked_models, dtype))
-    assert op.rows_of_piece(count, made.biased.weight, dtype) == min(count, 128)
-    check(made, rows(1, count), labels(1, count))
-
-
-def test_pieces_of_rows_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "_ROWS", 1)
-    made = model(as_masked_models, BF16)
-    assert op.rows_of_piece(300, made.biased.weight, BF16) == 128
-    check(made, rows(1, 300, dtype=BF16), labels(1, 300))
-
-
-@pytest.mark.parametrize(
-    "rows, k, dtype, height",
-    [
-        (0, 768, torch.float32, 1),
-        (100, 768, torch.float32, 100),
-        (2048, 768, torch.float32, 2048),
-        (2049, 768, torch.float32, 1152),  # two, of as many tiles
-        (8192, 768, torch.float32, 2048),
-        (8192, 768, BF16, 2048),
-        (4096, 2048, torch.float32, 2048),
-        (4096, 2048, BF16, 4096),  # as large as the sum would be that it does without
-        (8192, 2048, BF16, 4096),
-        (4096, 2048, F16, 2048),  # whose gradient is kept in fp32
-    ],
-)
-def test_sizes_of_pieces(rows: int, k: int, dtype: torch.dtype, height: int) -> None:
-    weight = torch.empty(50257, k, dtype=dtype, device="meta")
-    compute = BF16 if dtype is torch.float32 else dtype
-    assert op.rows_of_piece(rows, weight, compute) == height
-    assert op.rows_of_piece(rows, weight, compute, ["x"]) <= max(op._ROWS, 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 def test_gradients_that_fp16_rounds_to_zero(scale: float) -> None:
@@ -275,6 +289,16 @@ def test_gradients_that_fp16_rounds_to_zero(scale: float) -> None:
     assert float((grad - exact).norm() / exact.norm()) < 2.0**-11
     rest = slice(2, None)  # the columns that no row has for a label
     assert float((grad[rest] - exact[rest]).norm() / exact[rest].norm()) < 2.0**-11
+
+
+@pytest.mark.parametrize("temperature", [0.005, 300.0])
+def test_gradients_of_fp16_behind_a_scale(temperature: float) -> None:
+    """They neither overflow nor vanish: of a slope of 200, and of 1 / 300."""
+
+    def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m.biased(x).float().view(-1, V) / temperature, y.view(-1))
+
+    check(model(autocast(body, F16)), rows(B, T, size=temperature), labels(B, T))
 
 
 def test_gradients_of_two_steps_add() -> None:

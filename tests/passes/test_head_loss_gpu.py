@@ -52,6 +52,22 @@ def summed(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x)[:, :-1].reshape(-1, V), y[:, 1:].reshape(-1), reduction="sum")
 
 
+def capped(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = (m.head(x) / 30).tanh() * 30
+    return F.cross_entropy(logits.float().view(-1, V), y.view(-1), label_smoothing=0.1)
+
+
+def penalized(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """A z-loss of scaled logits."""
+    logits = (m.head(x) * 0.5).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+
+def by_hand(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float()
+    return logits.logsumexp(-1) - logits.gather(-1, y.clamp(min=0)[..., None]).squeeze(-1)
+
+
 def returned(m: Program, x: Tensor, y: Tensor) -> Any:
     logits = m.head(x)
     return F.cross_entropy(logits.float().view(-1, V), y.view(-1)), logits
@@ -59,7 +75,7 @@ def returned(m: Program, x: Tensor, y: Tensor) -> Any:
 
 @pytest.mark.parametrize("rows", [900, 4600])  # one piece, and three
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("body", [causal, summed])
+@pytest.mark.parametrize("body", [causal, summed, capped, penalized, by_hand])
 def test_under_autocast(body: Body, dtype: torch.dtype, rows: int) -> None:
     check(on_gpu(body, dtype, bias=body is summed), *data(rows), **ON_GPU)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser.errors import BuildError
-from fx_fuser.graph.read.heads import Head
+from fx_fuser.graph.read.heads import PLAIN, Head
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.native import load
 from fx_fuser.options import Options
@@ -24,7 +24,7 @@ from fx_fuser.passes import head_loss
 
 def also_a_penalty(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float().view(-1, V)
-    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp(-1).square().mean()
+    return F.cross_entropy(logits, y.view(-1)) + logits.square().mean()
 
 
 def likely_returned(m: Program, x: Tensor, y: Tensor) -> Any:
@@ -65,10 +65,6 @@ def class_weights(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x).float().view(-1, V), y.view(-1), weight.float())
 
 
-def smoothed(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), label_smoothing=0.1)
-
-
 def soft_labels(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).view(-1, V)
     return F.cross_entropy(logits, F.one_hot(y.clamp(0).view(-1), V).to(logits.dtype))
@@ -88,10 +84,6 @@ def of_some_columns(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 def columns_turned_to_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x).view(V, -1), y.view(-1)[:1].clamp(0, T).expand(V))
-
-
-def capped(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy((m.head(x) / 30).tanh().view(-1, V) * 30, y.view(-1))
 
 
 def rounded_again(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -148,6 +140,97 @@ def picked_and_an_entropy(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return likely.gather(-1, y.clamp(0)[..., None]).sum() + (likely.exp() * likely).sum()
 
 
+def two_losses_and_a_penalty(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    both = F.cross_entropy(logits, y.view(-1)) + F.cross_entropy(logits, y.view(-1).clamp(0))
+    return both + logits.logsumexp(-1).mean()
+
+
+def penalty_of_another_multiple(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    return F.cross_entropy(logits / 2, y.view(-1)) + logits.logsumexp(-1).mean()
+
+
+def penalty_of_other_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float()
+    loss = F.cross_entropy(logits[:, 1:].flatten(0, 1), y[:, 1:].flatten())
+    return loss + logits.logsumexp(-1).mean()
+
+
+def labels_of_a_log_sum_exp(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    lse = logits.logsumexp(-1)
+    y = torch.where(lse > lse.mean(), y.view(-1), 0)
+    return F.cross_entropy(logits, y) + lse.mean()
+
+
+def labels_written_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits, y = m.head(x).float().view(-1, V), y.clone().view(-1)
+    penalty = logits.logsumexp(-1).mean()
+    y.masked_fill_(penalty.detach() > -1e9, 1)
+    return F.cross_entropy(logits, y.view(-1)) + penalty
+
+
+def penalty_without_training(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = m.head(x).float().view(-1, V)
+        loss = F.cross_entropy(logits, y.view(-1)) + logits.logsumexp(-1).mean()
+    return loss * x.sum()
+
+
+def penalty_and_a_write(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    h = x.detach() * 1.0
+    logits = m.head(h).float().view(-1, V)
+    loss = F.cross_entropy(logits, y.view(-1)) + logits.logsumexp(-1).mean()
+    with torch.no_grad():
+        h.zero_()
+    return loss
+
+
+def log_sum_exp_alone(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return m.head(x).logsumexp(-1).sum()
+
+
+def log_sum_exp_of_columns(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp((1, 0))
+
+
+def log_sum_exp_over_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float().view(-1, V)
+    return F.cross_entropy(logits, y.view(-1)) + logits.logsumexp(0).sum()
+
+
+def picked_alone(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return m.head(x).gather(-1, y.clamp(0)[..., None]).sum()
+
+
+def smoothed_away(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V), y.view(-1), label_smoothing=1.0)
+
+
+def of_a_learnt_scale(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V) * m.biased.bias[:1], y.view(-1))
+
+
+def capped_twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).tanh().tanh().view(-1, V), y.view(-1))
+
+
+def of_nothing(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x).view(-1, V) * 0.0, y.view(-1))
+
+
+def scaled_likelihoods(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    return F.nll_loss(m.head(x).view(-1, V).log_softmax(-1) * 2, y.view(-1))
+
+
+def scaled_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x)
+    logits /= 2
+    return F.cross_entropy(logits.view(-1, V), y.view(-1))
+
+
 def reshaped_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         h = x * 1.0
@@ -191,17 +274,32 @@ LEFT = {
     some_rows_of_what_is_returned: "reads some rows",
     returned_without_training: "nothing wants a gradient",
     class_weights: "class weights",
-    smoothed: "label smoothing",
     soft_labels: "no tensor of indices",
-    two_of_a_row: "one log-probability a row",
-    of_a_few_rows: "one log-probability a row",
-    over_rows: "one log-probability a row",
+    two_of_a_row: "one value a row",
+    of_a_few_rows: "one value a row",
+    over_rows: "one value a row",
     picked_and_an_entropy: "also read by",
+    two_losses_and_a_penalty: "several losses",
+    penalty_of_another_multiple: "other multiples",
+    penalty_of_other_rows: "other rows",
+    labels_of_a_log_sum_exp: "before its labels are made",
+    labels_written_in_between: "labels are written",
+    penalty_without_training: "nothing wants a gradient",
+    penalty_and_a_write: "something is written",
+    log_sum_exp_alone: "",
+    log_sum_exp_of_columns: "also read by",
+    log_sum_exp_over_rows: "also read by",
+    picked_alone: "",
+    smoothed_away: "no number below 1",
+    of_a_learnt_scale: "",
+    capped_twice: "",
+    of_nothing: "",
+    scaled_likelihoods: "",
+    scaled_in_place: "something is written",
     one_row: "is not [rows, classes]",
     classes_in_between: "",
     of_some_columns: "",
     columns_turned_to_rows: "",
-    capped: "",
     of_log_softmax_twice: "",
     of_softmax_over_rows: "",
     not_normalised: "",
@@ -263,7 +361,7 @@ def test_which_sizes_a_gpu_takes(rows: int | None, columns: int, said: str) -> N
     """By rule."""
     try:
         head_loss._check_size(rows and 2 * rows * columns, columns)
-    except head_loss._Stays as stays:
+    except head_loss.Stays as stays:
         assert said and said in str(stays)
     else:
         assert not said
@@ -277,7 +375,7 @@ def head_on_a_gpu() -> Head:
     node = graph.placeholder("logits")
     node.meta["example_value"] = logits
     site = Site("linear", node, (node,), {}, {})
-    return Head(site, (), (node,), (node,))
+    return Head(site, (), (node,), (node,), (PLAIN,))
 
 
 def test_a_kernel_that_does_not_compile_costs_the_head_alone(
@@ -289,13 +387,13 @@ def test_a_kernel_that_does_not_compile_costs_the_head_alone(
     monkeypatch.setattr(load, "available", lambda _: None)
     monkeypatch.setattr(load, "prepare", fails)
     warns = pytest.warns(UserWarning, match="leaves a loss as it is written: no compiler")
-    with warns, pytest.raises(head_loss._Stays, match="no compiler"):
-        head_loss._check_kernel(head_on_a_gpu(), Options())
+    with warns, pytest.raises(head_loss.Stays, match="no compiler"):
+        head_loss._check_kernel(head_on_a_gpu(), PLAIN, Options())
     with pytest.raises(BuildError):
-        head_loss._check_kernel(head_on_a_gpu(), Options(strict=True))
+        head_loss._check_kernel(head_on_a_gpu(), PLAIN, Options(strict=True))
 
 
 def test_where_no_kernel_runs_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "available", lambda _: "it is too old")
-    with pytest.raises(head_loss._Stays, match="it is too old"):
-        head_loss._check_kernel(head_on_a_gpu(), Options(strict=True))
+    with pytest.raises(head_loss.Stays, match="it is too old"):
+        head_loss._check_kernel(head_on_a_gpu(), PLAIN, Options(strict=True))

@@ -1,6 +1,8 @@
-"""Which losses stand behind a Linear, and what moves its logits' rows in between.
+"""Which losses stand behind a Linear, and what stands in between: what moves its logits' rows, and
+what scales or caps each.
 
     F.cross_entropy(F.linear(x, weight, bias)[…, :-1, :].float().view(-1, V), labels)
+    F.cross_entropy((F.linear(x, weight) / 30).tanh().view(-1, V) * 30, labels)
 
 For `fx_fuser.passes.head_loss`.
 """
@@ -8,15 +10,16 @@ For `fx_fuser.passes.head_loss`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
+from fx_fuser.graph.read.expr import is_number
 from fx_fuser.graph.read.nodes import argument_of, is_torchs, meta_tensor
 from fx_fuser.graph.read.sites import Site, site_at
 from fx_fuser.graph.read.source import called_name
@@ -30,15 +33,33 @@ _LOSSES = (F.cross_entropy, F.nll_loss)
 Step = tuple[str, tuple[Any, ...]] | None
 
 
+class Tail(NamedTuple):
+    """What stands between a Linear and its loss: values are `before` times the logits, with a soft
+    cap `after` times the tanh of that. after: 0 without a cap. smoothing: of labels."""
+
+    before: float = 1.0
+    after: float = 0.0
+    smoothing: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Tail()
+
+
+PLAIN = Tail()
+
+
 @dataclass(frozen=True)
 class Head:
     """head: the Linear. steps: from its logits to the loss, in the order of the graph. nodes: from
-    the loss back to the Linear. logits: behind so many steps each, before any softmax."""
+    the loss back to the Linear. logits: behind so many steps each, before any softmax. tails: what
+    each of these is made of the Linear's by."""
 
     head: Site
     steps: tuple[Step, ...]
     nodes: tuple[Node, ...]
     logits: tuple[Node, ...]
+    tails: tuple[Tail, ...]
 
     @property
     def kind(self) -> torch.dtype:
@@ -52,7 +73,7 @@ def value_of(node: Node) -> Any:
 
 
 def has_losses(gm: GraphModule) -> bool:
-    return any(map(is_loss, gm.graph.nodes))
+    return any(is_loss(node) or is_log_sum_exp(node) for node in gm.graph.nodes)
 
 
 def is_loss(node: Node) -> bool:
@@ -64,32 +85,92 @@ def is_loss(node: Node) -> bool:
     return isinstance(likely, Node) and called_name(likely) == "log_softmax"
 
 
+def is_log_sum_exp(node: Node) -> bool:
+    """Of each row."""
+    if called_name(node) != "logsumexp" or not is_torchs(node):
+        return False
+    dim, value = argument_of(node, 1, "dim"), argument_of(node, 0, "input")
+    dims = dim if isinstance(dim, (list, tuple)) else [dim]
+    ndim = getattr(value_of(value), "ndim", 0) if isinstance(value, Node) else 0
+    return len(dims) == 1 and type(dims[0]) is int and dims[0] in (-1, ndim - 1)
+
+
+def is_pick(node: Node) -> bool:
+    """May it be the values of logits at labels?  Of log_softmax it is a loss."""
+    return called_name(node) == "gather" and is_torchs(node) and not is_loss(node)
+
+
 def read_head(view: View, node: Node) -> Head | None:
-    """The Linear whose rows a loss reads, through what moves rows; None if there is none."""
+    """The Linear whose rows a loss, a log-sum-exp or a gather reads, through what moves rows, and
+    what scales or caps; None if there is none."""
     steps: list[Step] = []
-    moved: list[Node] = []  # by these
-    at, nodes = view.value(node, argument_of(node, 0, "input")), [node]
-    is_normalised = node.target is F.cross_entropy  # of log_softmax, which the other loss asks for
+    moved: list[tuple[Node, Factor]] = []  # by these
+    first = argument_of(node, 0, "input")
+    if not isinstance(first, Node):
+        return None
+    at, nodes = view.value(node, first), [node]
+    # Of log_softmax, which the others of the losses ask for.
+    is_normalised = node.target is F.cross_entropy or not is_loss(node)
     while True:
         if type(value_of(at)) is not FakeTensor:
             return None
         nodes.append(at)
         site = site_at(view, at)
         if site is not None:
-            is_head = is_normalised and site.kind in ("linear", "matmul")
-            logits = (at, *reversed(moved))
-            return Head(site, tuple(reversed(steps)), tuple(nodes), logits) if is_head else None
-        before = at.args[0] if at.args else None
+            tails = _tails([factor for _, factor in reversed(moved)])
+            if not is_normalised or site.kind not in ("linear", "matmul") or tails is None:
+                return None
+            logits = (at, *(value for value, _ in reversed(moved)))
+            return Head(site, tuple(reversed(steps)), tuple(nodes), logits, tails)
+        scaled, factor = _scaled(view, at) if is_normalised else (None, 1.0)
+        before = scaled or (at.args[0] if at.args else None)
         if not isinstance(before, Node) or type(value_of(before)) is not FakeTensor:
             return None
         before = view.value(at, before)
-        if not is_normalised and _is_log_softmax(at):
+        if scaled is not None:
+            steps.append(None)
+            moved.append((at, factor))
+        elif not is_normalised and _is_log_softmax(at):
             is_normalised, moved = True, []
         elif _moves_rows(at, before, steps):
-            moved.append(at)
+            moved.append((at, 1.0))
         else:
             return None
         at = before
+
+
+Factor = float | None  # what a step multiplies by; None: it is a tanh
+
+
+def _scaled(view: View, node: Node) -> tuple[Node | None, Factor]:
+    """Whose multiple or tanh the node is."""
+    expr = view.canonical(node)
+    if expr is None or expr.op not in ("mul", "tanh"):
+        return None, 1.0
+    values = [v for v in expr.args if isinstance(v, Node)]
+    numbers = [v for v in expr.args if is_number(v)]
+    if len(values) != 1 or len(values) + len(numbers) != len(expr.args):
+        return None, 1.0
+    return values[0], float(numbers[0]) if numbers else None  # type: ignore[arg-type]
+
+
+def _tails(factors: Sequence[Factor]) -> tuple[Tail, ...] | None:
+    """What values are behind each of the steps, the Linear's first; None if a `Tail` is no such."""
+    tail = Tail()
+    found = [tail]
+    for factor in factors:
+        if factor is None and tail.after:
+            return None
+        if factor is None:
+            tail = Tail(tail.before, 1.0)
+        elif tail.after:
+            tail = Tail(tail.before, tail.after * factor)
+        else:
+            tail = Tail(tail.before * factor)
+        if not all(1e-30 < abs(v) < 1e30 for v in (tail.before, tail.after or 1.0)):
+            return None
+        found.append(tail)
+    return tuple(found)
 
 
 def _is_log_softmax(node: Node) -> bool:

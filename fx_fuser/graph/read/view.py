@@ -61,6 +61,13 @@ class Region:
                     entered.enter_context(torch.autocast(*node.args))  # type: ignore[arg-type]
             yield
 
+    def beside_autocast(self, has_grad: bool) -> Region:
+        """All modes but autocast, which the dtypes of values show. has_grad: where the values do,
+        as they require a gradient, grad mode is left out, too."""
+        kept = (n for n in self.entered if getattr(n.target, "__name__", "") != "_enter_autocast")
+        grad = "_set_grad_enabled" if has_grad else None
+        return Region(tuple(s for s in self.settings if s[0] != grad), tuple(kept))
+
     def functional_level(self) -> Node | None:
         """The node that opened a functorch or forward-AD level around here, if one did."""
         marks = ("_increment_nesting", "dual_level")

@@ -1,0 +1,317 @@
+"""Random heads with their losses, and what they compute fused beside eager mode.
+
+    python tests/oracle/generated_heads.py --count 1000 [--seed S] [--jobs 2] [--device cuda]
+
+A program is text: a Linear, then in any order casts, views, slices of rows, scales and a soft cap,
+then one of the losses, with all their options; logits may be returned, at any step, or read for an
+accuracy, and the loss may be in a checkpoint or under another autocast. A third of the programs
+have a trap: something else reads or writes what lies between, or a step is none that a head has.
+
+Without a trap the head must be one op with its loss. With or without, values and gradients are
+held to the contract against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("", "passes")]
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.nn.functional as F
+from heads import by_eager, found, larger
+from helpers import Program, compiled, run
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from fx_fuser.verify.accuracy import Observed, compare, errors_of
+
+TRAPS = ("penalty", "class weights", "write", "operand", "tensor scale", "tanh twice", "softmax",
+         "no grad", "smoothed away", "other rows", "nothing")  # fmt: skip
+LOSSES = ("cross entropy", "cross entropy", "module", "nll", "gather", "by hand", "z-loss")
+PEERS = 16
+
+
+@dataclass
+class Head:
+    """lines: of `loss(m, x, y)`. casts: is it under autocast, or are the weights of 16 bits?"""
+
+    seed: int
+    lines: list[str] = field(default_factory=list)
+    trap: str = ""
+    dtype: torch.dtype = torch.bfloat16
+    casts: bool = True
+    shape: tuple[int, ...] = ()
+    width: int = 16
+    columns: int = 51
+
+    @property
+    def text(self) -> str:
+        return "\n    ".join(["def loss(m, x, y):", *self.lines]) + "\n"
+
+    def compiled(self, device: str) -> Callable[..., Any]:
+        scope: dict[str, Any] = {
+            "torch": torch, "F": F, "nn": nn, "checkpoint": checkpoint, "device": device,
+            "kind": self.dtype,
+        }  # fmt: skip
+        exec(self.text, scope)
+        made: Callable[..., Any] = scope["loss"]
+        return made
+
+
+class Writer:
+    def __init__(self, seed: int, device: str) -> None:
+        self.draw = random.Random(seed)
+        pick = self.draw.choice
+        trap = pick(TRAPS) if self.draw.random() < 0.33 else ""
+        self.made = Head(seed, trap=trap, dtype=pick((torch.bfloat16, torch.float16)))
+        self.made.casts = self.draw.random() < 0.6
+        rank = pick((1, 2, 2, 3))
+        self.shape = [self.draw.randint(2, 6) for _ in range(rank)]
+        if self.draw.random() < 0.1:
+            self.shape[0] = 150  # of two pieces, where these have few rows
+        self.made.shape = tuple(self.shape)
+        self.made.width = pick((8, 16, 33))
+        self.made.columns = pick((51, 64, 129)) if device == "cpu" else pick((8192, 50257))
+        self.loss = "z-loss" if trap == "other rows" else pick(LOSSES)
+        # A log-sum-exp and what is returned want all rows.
+        self.keeps_rows = self.loss in ("by hand", "z-loss") or self.draw.random() < 0.5
+        self.names = ["z"]  # of logits, at each step
+        self.scaled = False
+
+    def write(self) -> Head:
+        add = self.made.lines.append
+        trap = self.made.trap
+        if trap == "operand":
+            add("x = x * 1.0")
+        around, inside = self.regions()
+        add(f"with torch.autocast(device, kind, enabled={around}):")
+        body: list[str] = []
+        linear = self.draw.choice(
+            ("m.head(x)", "m.biased(x)", "F.linear(x, m.head.weight)", "x @ m.head.weight.T")
+        )
+        no_grad = trap == "no grad"
+        body += [f"with torch.set_grad_enabled({not no_grad}):", f"    z = {linear}"]
+        for _ in range(self.draw.randint(0, 4)):
+            body.append(self.step())
+        if trap in ("tensor scale", "tanh twice", "softmax"):
+            spoilt = {"tensor scale": "{} * m.scale", "tanh twice": "{}.tanh().tanh()",
+                      "softmax": "{}.softmax(-1)"}[trap]  # fmt: skip
+            body.append(f"t = {spoilt.format(self.names[-1])}")
+            self.names.append("t")
+        if trap == "write":
+            body.append(f"{self.names[-1]}.mul_(0.5)")
+        if trap == "operand":
+            body += ["with torch.no_grad():", "    x.mul_(0.5)"]
+        elsewhere = inside != around
+        lines = self.losses()
+        if elsewhere:
+            body += [f"with torch.autocast(device, kind, enabled={inside}):"]
+            lines = ["    " + line for line in lines]
+        body += lines
+        if trap == "penalty":
+            body.append(f"total = total + {self.draw.choice(self.names)}.float().mean()")
+        returned = self.returned()
+        body.append(f"return total{returned}")
+        if not returned and not trap and self.draw.random() < 0.1:
+            add("    def inner(x, y):")
+            self.made.lines += ["        " + line for line in body]
+            add("    return checkpoint(inner, x, y, use_reentrant=False)")
+        else:
+            self.made.lines += ["    " + line for line in body]
+        return self.made
+
+    def regions(self) -> tuple[bool, bool]:
+        """Of the Linear and of the loss: autocast. Weights of 16 bits need none."""
+        around = self.made.casts
+        return around, not around if self.draw.random() < 0.2 else around
+
+    def step(self) -> str:
+        now, new = self.names[-1], f"z{len(self.names)}"
+        kinds = ["float", "scale", "scale", "cap", "join", "split", "contiguous"]
+        kinds += ["slice"] * 3 * (not self.keeps_rows)
+        kind, code = self.draw.choice(kinds), now
+        number = self.draw.choice((0.5, 2.0, 1.7, -0.8, 3))
+        moved = ""
+        if kind == "float":
+            code = self.draw.choice(
+                (f"{now}.float()", f"{now}.to(torch.float32)", f"{now}.type(torch.float32)")
+            )
+        elif kind == "scale":
+            code = self.draw.choice(
+                (f"{now} / {number}", f"{number} * {now}", f"{now}.mul({number})",
+                 f"torch.div({now}, {number})", f"-{now}")
+            )  # fmt: skip
+        elif kind == "cap" and not self.scaled:
+            cap, self.scaled = self.draw.choice((3.0, 30)), True
+            code = f"torch.tanh({now} / {cap}) * {cap}"
+        elif kind == "contiguous":
+            code = f"{now}.contiguous()"
+        elif kind == "join" and len(self.shape) > 1:
+            self.shape[:2] = [self.shape[0] * self.shape[1]]
+            code, moved = f"{now}.flatten(0, 1)", "y = y.flatten(0, 1)"
+        elif kind == "split" and self.shape[0] % 2 == 0:
+            self.shape[:1] = [2, self.shape[0] // 2]
+            code = f"{now}.reshape(2, -1, *{now}.shape[1:])"
+            moved = "y = y.reshape(2, -1, *y.shape[1:])"
+        elif kind == "slice" and self.shape[-1] > 1:
+            self.shape[-1] -= 1
+            code, moved = f"{now}[..., :-1, :]", "y = y[..., 1:]"
+        self.names.append(new)
+        return f"{new} = {code}" + (f"; {moved}" if moved else "")
+
+    def losses(self) -> list[str]:
+        now, columns = self.names[-1], self.made.columns
+        trap, draw = self.made.trap, self.draw
+        flat = f"{now}.reshape(-1, {columns})" + draw.choice(("", ".float()"))
+        reduction = draw.choice(("mean", "mean", "sum", "none"))
+        smoothing = draw.choice((0.0, 0.0, 0.1, 0.45))
+        smoothing = 1.0 if trap == "smoothed away" else smoothing
+        ignored = draw.choice((-100, -100, 0))
+        labels = "y.reshape(-1)" if ignored else "y.clamp(min=0).flatten()"
+        how = f"ignore_index={ignored}, reduction={reduction!r}"
+        smooth = f", label_smoothing={smoothing}" if smoothing else ""
+        weight = ", weight=m.weights.to(v.dtype)" if trap == "class weights" else ""
+        end = {"none": ".square().mean()", "sum": " / 9", "mean": ""}[reduction]
+        rows = "y.clamp(min=0)"
+        if self.loss == "module":
+            module = f"nn.CrossEntropyLoss({how}{smooth}{weight.replace('.to(', '.float().to(')})"
+            return [f"v = {flat}", f"total = {module}(v, {labels}){end}"]
+        if self.loss == "nll":
+            likely = draw.choice((f"F.log_softmax({flat}, -1)", f"{flat}.log_softmax(1)"))
+            return [f"total = F.nll_loss({likely}, {labels}, {how}){end}"]
+        if self.loss == "gather":
+            likely = f"{now}{draw.choice(('', '.float()'))}.log_softmax(-1)"
+            return [
+                f"likely = {likely}.gather(-1, {rows}[..., None]).squeeze(-1)",
+                "total = (likely.exp() + likely).mean()",
+            ]
+        if self.loss == "by hand":
+            lse = f"lse = v.logsumexp({draw.choice((-1, 'dim=-1'))})"
+            picked = f"picked = v.gather(-1, {rows}.unsqueeze(-1)).squeeze(-1)"
+            total = f"total = (lse - picked).{draw.choice(('mean', 'sum'))}() / 3"
+            return [f"v = {now}{draw.choice(('', '.float()'))}", lse, picked, total]
+        lines = [f"v = {flat}"]
+        loss = f"total = F.cross_entropy(v, {labels}, {how}{smooth}{weight}){end}"
+        if self.loss != "z-loss":
+            return [*lines, loss]
+        of = "v[1:]" if trap == "other rows" else "v"
+        lse = f"lse = torch.logsumexp({of}, -1, keepdim=True)"
+        both = [lse, loss] if draw.random() < 0.5 else [loss, lse]
+        return [*lines, *both, "total = total + 0.01 * lse.square().mean()"]
+
+    def returned(self) -> str:
+        if self.draw.random() < 0.6:
+            return ""
+        # Some rows of what is returned are refused.
+        if self.made.trap != "nothing" and len(self.names) > 1 and not self.keeps_rows:
+            return ""
+        name = self.draw.choice(self.names)
+        if self.draw.random() < 0.3:
+            return f", ({name}.argmax(-1) == 1).float().mean()"
+        return f", {name}"
+
+
+def generate(seed: int, device: str = "cpu") -> Head:
+    return Writer(seed, device).write()
+
+
+def model_of(program: Head, device: str) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(program.seed)
+    width, columns = program.width, program.columns
+    made = Program(
+        program.compiled(device),
+        head=nn.Linear(width, columns, bias=False),
+        biased=nn.Linear(width, columns),
+        scale=nn.Parameter(torch.tensor(1.5)),
+        weights=torch.rand(columns) + 0.5,
+    ).to(device)
+    dtype = torch.float32 if program.casts else program.dtype
+    x = torch.randn(*program.shape, width).to(device, dtype).requires_grad_()
+    y = torch.randint(0, columns, program.shape)
+    y[torch.rand(program.shape) < 0.2] = -100
+    y.view(-1)[:2] = torch.tensor([0, columns - 1])
+    return made.to(dtype), [x, y.to(device)]
+
+
+def attempt(seed: int, device: str = "cpu", seen: Counter[str] | None = None) -> str:
+    """What is wrong with a program; nothing if it is right."""
+    program = generate(seed, device)
+    counters.clear()
+    torch._dynamo.reset()
+    model, inputs = model_of(program, device)
+    try:
+        own, truth, outputs = by_eager(model, inputs)
+    except RuntimeError:  # an operand that backward needs is written
+        if seen is not None and program.trap in ("write", "operand"):
+            seen.update(illegal=True)
+            return ""
+        raise
+    options: dict[str, Any] = {"auto": True, "inner": "aot_eager"}
+    if device != "cpu":
+        options |= {"cpu_ops": False, "plan": "always"}
+    ours, _ = run(model, inputs, True, lambda m: compiled(m, **options), narrow=outputs)
+    heads = found()
+    if seen is not None:
+        seen.update(found=heads, trapped=bool(program.trap))
+    if not program.trap and heads != 1:
+        return f"{heads} heads"
+    mine = Observed(ours.outputs, ours.grads)
+    if not compare(mine, own, truth):
+        return ""
+    others = (by_eager(model, larger(inputs, 1 + i / 64)) for i in range(1, PEERS + 1))
+    return "; ".join(compare(mine, own, truth, peers=[errors_of(*one[:2]) for one in others]))
+
+
+def fuzz(seeds: Sequence[int], device: str = "cpu") -> tuple[dict[int, str], Counter[str]]:
+    """Seed → what is wrong, and how many heads were found."""
+    torch.set_num_threads(1)
+    seen: Counter[str] = Counter()
+    failed = {}
+    for seed in seeds:
+        try:
+            wrong = attempt(seed, device, seen)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            failed[seed] = wrong
+            print(f"seed {seed}: {wrong[:600]}", flush=True)
+    return failed, seen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--show", action="store_true", help="the programs, no check")
+    given = parser.parse_args()
+    seeds = range(given.seed, given.seed + given.count)
+    if given.show:
+        for seed in seeds:
+            program = generate(seed, given.device)
+            print(f"# {seed}, {program.trap or 'no trap'}\n{program.text}")
+        return 0
+    parts = [(seeds[i :: given.jobs], given.device) for i in range(given.jobs)]
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+        results = pool.starmap(fuzz, parts)
+    failed = sum(len(faults) for faults, _ in results)
+    seen = sum((count for _, count in results), Counter[str]())
+    print(f"{given.count} programs, {failed} failed, {dict(seen)}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
