@@ -243,7 +243,7 @@ def refusals(failures: list[str]) -> None:
         (launch.head_loss_gradient, gradient, {"gradient": made[:, :16]}),
         (launch.head_loss_gradient, gradient, {"gradient": made.flatten()[:42].view(2, 21)}),
     ):
-        named = {**right, "ignore_index": IGNORED, **wrong}
+        named: dict[str, Any] = {**right, "ignore_index": IGNORED, **wrong}
         _is_refused(failures, f"{call.__name__} of {wrong}", functools.partial(call, **named), ())
 
 
