@@ -17,6 +17,7 @@
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"
+#include "host/planes.h"
 #include "host/stem.h"
 
 namespace fx_fuser {
@@ -79,6 +80,10 @@ bool linear_combs(int64_t handle, const Tensor& x, const Tensor& weight,
                   const std::vector<double>& scalars) {
   return run_linear_combs(kernels_of<LinearCombsKernels>(handle), x, weight, bias, out, z,
                           {operands, scalars});
+}
+
+bool make_plane(int64_t handle, const Tensor& matrix, const Tensor& plane, const Tensor& facts) {
+  return run_planes(kernels_of<PlaneKernels>(handle), matrix, plane, facts);
 }
 
 bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
@@ -177,6 +182,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "linear_combs(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def("make_plane(int kernels, Tensor matrix, Tensor(a!) plane, Tensor(b!) facts) -> bool");
   m.def(
       "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
@@ -211,6 +217,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
   m.impl("linear_unaligned", TORCH_BOX(&linear_unaligned));
   m.impl("linear_combs", TORCH_BOX(&linear_combs));
+  m.impl("make_plane", TORCH_BOX(&make_plane));
   m.impl("conv_direct", TORCH_BOX(&conv_direct));
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));

@@ -205,6 +205,54 @@ def linear_combs(
     return _taken("linear_combs", spec, out, x, weight, None, out, None, [], scalars)
 
 
+@dataclass(frozen=True)
+class Plane:
+    """A matrix in fp16 times a power of two, as it lies in memory; kernels_cu/linear has what else.
+
+    values: [lines, pitch]. facts: the exponent and whether values were lost, then room.
+    """
+
+    matrix: Tensor
+    values: Tensor
+    facts: Tensor
+
+    _FACTS = 2 + 2048  # kPlaneFactWords
+
+    @classmethod
+    def room(cls, matrix: Tensor) -> Plane:
+        """Rows or columns of the matrix are adjacent."""
+        lines, length = matrix.shape if matrix.stride(1) == 1 else reversed(matrix.shape)
+        pitch = -(-length // 8) * 8
+        values = matrix.new_empty((lines, pitch), dtype=torch.float16)
+        return cls(matrix, values, matrix.new_empty(cls._FACTS, dtype=torch.int32))
+
+    def fp16(self) -> Tensor:
+        """The plane in the matrix's layout, without what is behind its lines."""
+        rows, columns = self.matrix.shape
+        if self.matrix.stride(1) == 1:
+            return self.values[:, :columns]
+        return self.values[:, :rows].mT
+
+    @property
+    def exponent(self) -> int:
+        return int(self.facts[0])
+
+    @property
+    def has_lost(self) -> bool:
+        return bool(self.facts[1] != 0)
+
+
+def make_plane(spec: KernelSpec, plane: Plane) -> bool:
+    """Makes the plane and its facts of the matrix.
+
+    Args:
+        spec: `fx_fuser.kernels.planes.MAKE_PLANE`.
+
+    Returns, raises: as `linear_split`.
+    """
+    return _taken("make_plane", spec, plane.values, plane.matrix, plane.values, plane.facts)
+
+
 def conv_direct(
     spec: KernelSpec,
     x: Tensor,

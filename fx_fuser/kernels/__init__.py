@@ -26,6 +26,7 @@ from fx_fuser.kernels.direct import Direct
 from fx_fuser.kernels.exact import Exact
 from fx_fuser.kernels.folded import Folded
 from fx_fuser.kernels.implicit import Implicit
+from fx_fuser.kernels.planes import Planes
 from fx_fuser.kernels.pointwise import Library
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
 from fx_fuser.kernels.split import Split, check_split_loop, reset_fallback
@@ -39,6 +40,7 @@ _ALL = (
     Split(),
     Dense(),
     Exact(),
+    Planes(),
     Unaligned(),
     Folded(),
     Stem(),

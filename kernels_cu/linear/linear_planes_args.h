@@ -1,0 +1,39 @@
+// What the host tells the kernels that multiply fp32 matrices in fp16, with TF32's accuracy: those
+// that make planes (linear_planes.cuh).
+//
+// A *plane* is an fp32 matrix in fp16, as it lies in memory, times a power of two. A sum runs over
+// rows of one product's plane and over columns of another's, so one power of two is for all.
+#pragma once
+
+#include <cstdint>
+
+#include "common/divisor.h"
+
+namespace fx_fuser {
+
+constexpr int kPlaneThreads = 256;
+constexpr int kPlaneWidth = 8;     // adjacent elements of a thread
+constexpr int kPlaneInFlight = 4;  // and how many times as many are under way
+constexpr int kPlaneMostBlocks = 2048;
+constexpr int kPlaneTop = 14;  // the largest comes to [2^14, 2^15)
+
+// What is known of a plane: it is the matrix times 2^exponent.
+struct PlaneFacts {
+  int32_t exponent;
+  uint32_t lost;  // not 0: a value that is not zero has fewer bits than TF32 keeps of it
+};
+
+struct PlaneArgs {
+  const float* from;  // lines, `pitch` elements apart
+  void* to;           // fp16, lines of whole vectors behind each other: zeros behind `columns`
+  PlaneFacts* facts;
+  float* largest;  // of each block
+  int64_t pitch;
+  Divisor<uint32_t> octets;  // of a line
+  uint32_t count;            // octets of all lines
+  int32_t blocks;
+  int64_t columns;  // of a line
+  bool vectors;     // may 16 bytes be loaded at once?
+};
+
+}  // namespace fx_fuser
