@@ -3,20 +3,19 @@
     python -m benchmarks.high_spike [--only bert] [--no-errors]
 
 The gemms of training steps: forward, and the gradients of input and weight. For each the GPU's time
-of cuBLAS in TF32, of our dense kernel on fp16 planes with an fp32 result, and of cuBLAS in fp16
-with one, as the upper mark; and the time to make each tensor's plane, once a tensor. Medians, by
-turns, the L2 cache cleared, in one process. Then errors against float64 beside TF32's.
-
-The dense kernel takes operands whose k are adjacent. Gradients have others: `dense` is then the
-time of copies with k adjacent, which a kernel that reads planes as they lie has to reach.
+of cuBLAS in TF32, of our kernel on planes (kernels_cu/linear/linear_planes_sm90.cuh), and of cuBLAS
+in fp16 with an fp32 result, as the upper mark; and the time to make each tensor's plane, once a
+tensor. Medians, by turns, the L2 cache cleared, in one process. Then errors against float64 beside
+TF32's.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from tabulate import tabulate
@@ -24,19 +23,20 @@ from torch import Tensor
 
 from benchmarks import harness, high_accuracy, kernels
 from benchmarks.kernels import Plane
-from benchmarks.linear_dense_sm90 import Example, run
+from benchmarks.linear_dense_sm90 import IDENTITY
 from benchmarks.measure import float32_settings, machine
 from benchmarks.sm90 import CUDA, normal, relative, worst_row
-from fx_fuser.kernels.planes import MAKE_PLANE
+from fx_fuser.kernels.planes import MAKE_PLANE, linear_planes
 from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.planning import timing
 from fx_fuser.planning.timing import Candidate
 
+T = TypeVar("T")
 GO = 1.35  # over all gemms of the BERT step, planes included
 PART = 256  # rows of a result that are compared
-TO_FLOAT = Example("Identity", lambda z, t, s: z, out=torch.float32)
 PRODUCTS = ("forward", "dgrad", "wgrad")
-SYSTEMS = ("TF32", "dense", "cuBLAS fp16")
+SYSTEMS = ("TF32", "ours", "cuBLAS fp16")
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,22 @@ def made(matrix: Tensor) -> Plane:
     return plane
 
 
-def dense(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a bᵀ of fp16 in fp32; k are adjacent."""
-    return run(TO_FLOAT, a, b, out=out)
+def spec_of(along_x: bool, along_weight: bool) -> KernelSpec:
+    return IDENTITY.spec(torch.float32, linear_planes(along_x, along_weight))
 
 
-def factors(x: Tensor, weight: Tensor, dz: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """a and b of each product, a bᵀ."""
-    return dict(zip(PRODUCTS, ((x, weight), (dz, weight.t()), (dz.t(), x.t()))))
+def multiply(a: Plane, b: Plane, out: Tensor) -> Tensor:
+    """a bᵀ in fp32, from planes as they lie."""
+    spec = spec_of(*(plane.matrix.stride(1) == 1 for plane in (a, b)))
+    assert kernels.multiply_planes(spec, a, b, out)
+    return out
+
+
+def factors(tensors: Iterable[T], turned: Callable[[T], T]) -> dict[str, tuple[T, T]]:
+    """tensors: x, weight, dz. a and b of each product, a bᵀ."""
+    x, weight, dz = tensors
+    both = (x, weight), (dz, turned(weight)), (turned(dz), turned(x))
+    return dict(zip(PRODUCTS, both))
 
 
 def measure(linear: Linear) -> Times:
@@ -118,21 +126,20 @@ def measure(linear: Linear) -> Times:
         "dz": normal(linear.rows, linear.n) * 1e-6,
     }
     planes = {name: made(tensor) for name, tensor in tensors.items()}
-    exponents = {name: plane.exponent for name, plane in planes.items()}
-    in_fp32 = factors(*tensors.values())
-    in_fp16 = factors(*(plane.fp16() for plane in planes.values()))
+    in_fp32 = factors(tensors.values(), Tensor.t)
+    in_fp16 = factors((plane.fp16() for plane in planes.values()), Tensor.t)
+    of_planes = factors(planes.values(), Plane.turned)
     ways: dict[tuple[str, str], Callable[[], object]] = {}
     outs = {}
     for product in PRODUCTS:
         (a, b), (a16, b16) = in_fp32[product], in_fp16[product]
-        a_along, b_along = a16.contiguous(), b16.contiguous()
-        of_tf32, of_half, of_dense = (a.new_empty(len(a), len(b)) for _ in range(3))
-        outs[product] = {"TF32": of_tf32, "cuBLAS fp16": of_half, "dense": of_dense}
+        of_tf32, of_half, of_ours = (a.new_empty(len(a), len(b)) for _ in range(3))
+        outs[product] = {"TF32": of_tf32, "cuBLAS fp16": of_half, "ours": of_ours}
         ways[product, "TF32"] = functools.partial(torch.mm, a, b.t(), out=of_tf32)
         ways[product, "cuBLAS fp16"] = functools.partial(
             torch.mm, a16, b16.t(), out_dtype=torch.float32, out=of_half
         )
-        ways[product, "dense"] = functools.partial(dense, a_along, b_along, of_dense)
+        ways[product, "ours"] = functools.partial(multiply, *of_planes[product], of_ours)
     for name, plane in planes.items():
         ways["plane", name] = functools.partial(kernels.make_plane, MAKE_PLANE, plane)
         # One pass, with a scale that is known: what a guess or the producer's epilogue would cost.
@@ -142,19 +149,16 @@ def measure(linear: Linear) -> Times:
     taken = timing.times_of([Candidate(way) for way in ways.values()], CUDA)
     times = Times({key: took.gpu for key, took in zip(ways, taken)})
 
-    of_product = {
-        "forward": exponents["x"] + exponents["weight"],
-        "dgrad": exponents["dz"] + exponents["weight"],
-        "wgrad": exponents["dz"] + exponents["x"],
-    }
     for product in PRODUCTS:
         a, b = in_fp32[product]
         exact = a[:PART].double() @ b.double().t()
+        exponent = sum(plane.exponent for plane in of_planes[product])
         for system, out in outs[product].items():
+            out.fill_(float("nan"))
             ways[product, system]()
             value = out[:PART].double()
-            if system != "TF32":
-                value = value * 2.0 ** -of_product[product]
+            if system == "cuBLAS fp16":
+                value = value * 2.0**-exponent
             times.errors[product, system] = relative(value, exact)
     return times
 
@@ -162,12 +166,12 @@ def measure(linear: Linear) -> Times:
 def of_step(step: Step, known: dict[Linear, Times]) -> dict[str, float]:
     """ms of all gemms, of all planes, and of the faster gemm on planes each time: ours has no
     chunks of k yet, without which a small gradient of a weight leaves most of the GPU idle."""
-    total = dict.fromkeys(("TF32", "cuBLAS fp16", "dense", "best", "plane", "one pass"), 0.0)
+    total = dict.fromkeys(("TF32", "cuBLAS fp16", "ours", "best", "plane", "one pass"), 0.0)
     for linear in step.linears:
         times = known[linear]
         for product in PRODUCTS:
             ms = {system: times.ms[product, system] for system in SYSTEMS}
-            ms["best"] = min(ms["dense"], ms["cuBLAS fp16"])
+            ms["best"] = min(ms["ours"], ms["cuBLAS fp16"])
             for system, took in ms.items():
                 total[system] += linear.count * took
         for way in ("plane", "one pass"):
@@ -180,7 +184,7 @@ def of_step(step: Step, known: dict[Linear, Times]) -> dict[str, float]:
 
 
 def errors(failures: list[str]) -> list[list[object]]:
-    """Of cuBLAS in TF32, of TF32 to nearest, and of the dense kernel on planes of the tensors."""
+    """Of cuBLAS in TF32, of TF32 to nearest, and ours."""
     rows: list[list[object]] = []
     for k in (64, 1024, 8192, 65536):
         count = 256 if k <= 8192 else 128
@@ -189,8 +193,7 @@ def errors(failures: list[str]) -> list[list[object]]:
             library = torch.mm(x, weight.t())
             nearest = high_accuracy.to_tf32(x).double() @ high_accuracy.to_tf32(weight).double().t()
             planes = made(x), made(weight)
-            out = dense(planes[0].fp16(), planes[1].fp16(), torch.empty_like(library))
-            ours = out.double() * 2.0 ** -(planes[0].exponent + planes[1].exponent)
+            ours = multiply(*planes, torch.full_like(library, float("nan")))
             found = [
                 [of(v, exact) for v in (library, nearest, ours)] for of in (relative, worst_row)
             ]
@@ -214,7 +217,7 @@ def text_of(steps: Sequence[Step], known: dict[Linear, Times]) -> list[str]:
             operations = 2e-6 * linear.rows * linear.k * linear.n
             name = f"{linear.rows} x {linear.n} x {linear.k} {product}"
             rows.append([name, *ms, operations / ms[0], operations / ms[1], *found])
-    heads = ["us", *SYSTEMS, "TF32's TFLOP/s", "dense's", "TF32's error", "dense's", "cuBLAS's"]
+    heads = ["us", *SYSTEMS, "TF32's TFLOP/s", "ours", "TF32's error", "ours", "cuBLAS's"]
     formats = ["", *[".1f"] * 3, ".0f", ".0f", ".2e", ".2e", ".2e"]
     texts = [tabulate(rows, heads, floatfmt=formats)]
     tensors: list[list[object]] = []
@@ -230,12 +233,12 @@ def text_of(steps: Sequence[Step], known: dict[Linear, Times]) -> list[str]:
     for step in steps:
         sums = of_step(step, known)
         ours = [
-            sums[gemm] + sums[way] for gemm in ("dense", "best") for way in ("plane", "one pass")
+            sums[gemm] + sums[way] for gemm in ("ours", "best") for way in ("plane", "one pass")
         ]
         ratios = [sums["TF32"] / value for value in (*ours, sums["best"])]
         of_steps.append([step.name, *sums.values(), *ratios])
     heads = ["ms a step", *of_step(steps[0], known)] if steps else []
-    heads += [f"{gemm} + {way}" for gemm in ("dense", "best") for way in ("plane", "one pass")]
+    heads += [f"{gemm} + {way}" for gemm in ("ours", "best") for way in ("plane", "one pass")]
     heads += ["best alone"]
     texts.append(tabulate(of_steps, heads, floatfmt=["", *[".2f"] * 11]))
     return texts
@@ -248,7 +251,8 @@ def main() -> int:
     chosen = parser.parse_args()
     done = harness.progress()
     print(machine(CUDA))
-    load.prepare([MAKE_PLANE, TO_FLOAT.spec(torch.float16)], CUDA)
+    forms = (True, True), (True, False), (False, False)
+    load.prepare([MAKE_PLANE, *(spec_of(*form) for form in forms)], CUDA)
     done("built")
     torch.manual_seed(0)
     failures: list[str] = []

@@ -226,6 +226,10 @@ class Plane:
         values = matrix.new_empty((lines, pitch), dtype=torch.float16)
         return cls(matrix, values, matrix.new_empty(cls._FACTS, dtype=torch.int32))
 
+    def turned(self) -> Plane:
+        """Of the transposed matrix: the same memory."""
+        return Plane(self.matrix.mT, self.values, self.facts)
+
     def fp16(self) -> Tensor:
         """The plane in the matrix's layout, without what is behind its lines."""
         rows, columns = self.matrix.shape
@@ -251,6 +255,36 @@ def make_plane(spec: KernelSpec, plane: Plane) -> bool:
     Returns, raises: as `linear_split`.
     """
     return _taken("make_plane", spec, plane.values, plane.matrix, plane.values, plane.facts)
+
+
+def linear_planes(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """As `linear_split`, in fp32 and as exact as TF32. Makes both planes.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.planes.linear_planes`, see
+            kernels_cu/linear/linear_planes_sm90.cuh. Its family says whether k or rows are
+            adjacent, of x and of the weight.
+        x: [*, K]. weight: [N, K].
+        bias, out, z, operands, scalars: as `linear_split`'s; columns of out and z are adjacent.
+
+    Returns, raises: as `linear_split`.
+    """
+    return _taken("linear_planes", spec, out, x, weight, bias, out, z, operands, scalars)
+
+
+def multiply_planes(spec: KernelSpec, x: Plane, weight: Plane, out: Tensor) -> bool:
+    """As `linear_planes`, with an epilogue of no operands, from planes that are made."""
+    left, right = ([p.matrix, p.values, p.facts] for p in (x, weight))
+    return _taken("multiply_planes", spec, out, left, right, out)
 
 
 def conv_direct(

@@ -1,19 +1,34 @@
-"""fp32 gemms with TF32's accuracy at the speed of 16 bits: the operands' planes in fp16.
+"""fp32 gemms with TF32's accuracy at the speed of 16 bits: the operands' planes in fp16, on Hopper.
 
-Of no site yet: nothing offers it before a GPU has run it (issue 44).
-kernels_cu/linear/linear_planes.cuh, launched by kernels_cu/host/planes.h.
+Of no site yet: nothing offers it before a GPU has run it (issue 44). kernels_cu/linear/
+linear_planes_sm90.cuh, launched by kernels_cu/host/linear_planes.h; linear_planes.cuh makes planes.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.kernels.base import Case, Kernel
+from fx_fuser.kernels.base import Case, Kernel, example
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 PLANES = Family("linear/linear_planes.cuh", "FX_FUSER_PLANES", "planes")
 MAKE_PLANE = kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, PLANES)
+
+
+@functools.cache
+def linear_planes(along_x: bool, along_weight: bool) -> Family:
+    """Are k adjacent in memory, or rows?"""
+    return Family(
+        "linear/linear_planes_sm90.cuh",
+        "FX_FUSER_LINEAR_PLANES",
+        "linear_planes",
+        "sm_90a",
+        (int(along_x), int(along_weight)),
+        "FX_FUSER_LINEAR_PLANES_COMMON",
+    )
 
 
 class Planes(Kernel):
@@ -25,4 +40,13 @@ class Planes(Kernel):
         return False
 
     def examples(self, arch: str) -> list[KernelSpec]:
-        return [MAKE_PLANE]
+        if arch != self.arch:
+            return [MAKE_PLANE]
+        f32 = torch.float32
+        return [
+            example(linear_planes(True, True), "Swish", 1, f32, f32, f32),
+            MAKE_PLANE,
+            example(linear_planes(True, False), "Identity", 0, f32, f32, f32),
+            example(linear_planes(False, False), "Identity", 0, f32, f32, f32),
+            example(linear_planes(False, True), "BatchNormMul", 1, f32, f32, *[f32] * 6),
+        ]

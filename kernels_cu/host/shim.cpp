@@ -20,6 +20,7 @@
 #include "host/linear.h"
 #include "host/linear_combs.h"
 #include "host/linear_dense.h"
+#include "host/linear_planes.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"
 #include "host/planes.h"

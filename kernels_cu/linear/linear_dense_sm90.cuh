@@ -148,11 +148,16 @@ __device__ __forceinline__ void release(typename Layout::Shared& shared, int slo
   }
 }
 
-// Calls tile_epilogue.begin(index), .load_first() and tile_epilogue(sum) for every tile, sum[j][4i
-// + 2r + t] being that of
+// consume calls tile_epilogue.begin(index), .load_first() and tile_epilogue(sum) for every tile,
+// sum[j][4i + 2r + t] being that of
 //   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) +
 //   t
 struct Loop {
+  template <class In, class Layout, class TileEpilogue>
+  static __device__ __forceinline__ void feed(const LinearDenseArgs& args,
+                                              typename Layout::Shared& shared) {
+    dense::feed<In, Layout, TileEpilogue>(args, shared);
+  }
   template <class In, class Layout, class TileEpilogue>
   static __device__ __forceinline__ void consume(const LinearDenseArgs& args,
                                                  typename Layout::Shared& shared, int consumer,
@@ -439,7 +444,9 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     ptx::give_registers<kProducerRegisters>();
-    if (threadIdx.x % kWarpgroup == 0) feed<In, Layout, TileEpilogue>(args, shared);
+    if (threadIdx.x % kWarpgroup == 0) {
+      Loop::template feed<In, Layout, TileEpilogue>(args, shared);
+    }
     __syncwarp();
   } else {
     ptx::take_registers<kConsumerRegisters>();

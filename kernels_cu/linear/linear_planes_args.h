@@ -1,5 +1,5 @@
 // What the host tells the kernels that multiply fp32 matrices in fp16, with TF32's accuracy: those
-// that make planes (linear_planes.cuh).
+// that make planes (linear_planes.cuh), and the gemm (linear_planes_sm90.cuh).
 //
 // A *plane* is an fp32 matrix in fp16, as it lies in memory, times a power of two. A sum runs over
 // rows of one product's plane and over columns of another's, so one power of two is for all.
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/divisor.h"
+#include "linear/linear_dense_args.h"
 
 namespace fx_fuser {
 
@@ -34,6 +35,19 @@ struct PlaneArgs {
   int32_t blocks;
   int64_t columns;  // of a line
   bool vectors;     // may 16 bytes be loaded at once?
+};
+
+// ---- the gemm -----------------------------------------------------------------------------------
+
+// It is made for the last kDenseShapes: of x's rows, where they are adjacent, 64 are loaded at
+// once.
+constexpr int kFirstPlanesShape = 2;
+constexpr int kPlaneSpan = 64;  // adjacent elements in shared memory, and k of a stage
+
+// The maps are of planes, and sums have the scales of both in them.
+struct LinearPlanesArgs : LinearDenseArgs {
+  const PlaneFacts* x_facts;
+  const PlaneFacts* weight_facts;
 };
 
 }  // namespace fx_fuser

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
+from checks import (
+    Sizes,
+    agree_over_two_streams,
+    as_ieee,
+    framed_matrix,
+    is_untouched,
+    judge,
+    random_operand,
+)
 from torch import Tensor
 
 from benchmarks import kernels
-from benchmarks.high_accuracy import scale_of
+from benchmarks.high_accuracy import ALLOWED, scale_of, to_tf32
+from benchmarks.high_accuracy import Plane as Emulated
 from benchmarks.kernels import Plane
-from benchmarks.sm90 import CUDA
-from fx_fuser.kernels.planes import MAKE_PLANE
+from benchmarks.linear_dense_sm90 import IDENTITY, OPERANDS, SILU_MUL, SWISH, Example
+from benchmarks.sm90 import CUDA, relative
+from fx_fuser.kernels.planes import MAKE_PLANE, linear_planes
 
 INF, NAN = float("inf"), float("nan")
+FORMS = ((True, True), (True, False), (False, False), (False, True))  # x, weight: k adjacent?
+SMALL = 1e-3  # errors that always pass: of operands rounded to ten bits
 
 
 def made(matrix: Tensor) -> Plane:
@@ -65,3 +80,141 @@ def planes(failures: list[str]) -> None:
         lines = plane.fp16() if plane.matrix.stride(1) == 1 else plane.fp16().mT
         if plane.values[:, lines.shape[1] :].count_nonzero():
             failures.append(f"{what}: no zeros behind the lines")
+
+
+# ---- the gemm ------------------------------------------------------------------------------------
+
+TO_HALF = Example("Swish", lambda z, t, s: (F.silu(z) * s[0]).half(), 1, out=torch.float16)
+EXAMPLES = (IDENTITY, SWISH, SILU_MUL, OPERANDS, TO_HALF)
+
+
+def laid(rows: int, columns: int, along: bool, choose: random.Random) -> Tensor:
+    """Random values, columns adjacent if `along`, else rows; any pitch, NaN between lines."""
+    lines, length = (rows, columns) if along else (columns, rows)
+    pitch = length + choose.choice((0, 0, 1, 4, 5))
+    made = torch.full((lines, pitch), NAN, device=CUDA)[:, :length]
+    made.copy_(torch.randn(lines, length, device=CUDA))
+    return made if along else made.mT
+
+
+def run(
+    example: Example,
+    x: Tensor,
+    weight: Tensor,
+    form: tuple[bool, bool],
+    bias: Tensor | None = None,
+    operands: list[Tensor] | None = None,
+    scalars: list[float] | None = None,
+    out: Tensor | None = None,
+    z: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = x.new_full((*x.shape[:-1], len(weight)), NAN, dtype=example.out)
+    scalars = [2.0] * example.scalars if scalars is None else scalars
+    spec = example.spec(torch.float32, linear_planes(*form))
+    taken = kernels.linear_planes(spec, x, weight, bias, out, z, operands or [], scalars)
+    assert taken, f"{x.shape} {x.stride()} by {weight.shape} {weight.stride()} was refused"
+    return out
+
+
+def sizes(choose: random.Random) -> tuple[int, int, int]:
+    kind = choose.choice(("any", "any", "wide", "large"))
+    if kind == "any":
+        return choose.randint(1, 700), choose.randint(1, 700), choose.randint(1, 3000)
+    if kind == "wide":
+        return choose.randint(65, 128), choose.randint(9000, 20000), choose.randint(1, 500)
+    return choose.randint(900, 3000), choose.randint(900, 3000), choose.randint(1, 700)
+
+
+def sweep(
+    failures: list[str],
+    cases: int,
+    seed: int,
+    sizes: Sizes = sizes,
+    examples: tuple[Example, ...] = EXAMPLES,
+    forms: tuple[tuple[bool, bool], ...] = FORMS,
+) -> None:
+    """Random sizes, orders, pitches, operands and outputs; nothing beside the result is written."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    for case in range(cases):
+        example, form = choose.choice(examples), forms[case % len(forms)]
+        m, n, k = sizes(choose)
+        x, weight = laid(m, k, form[0], choose), laid(n, k, form[1], choose)
+        x.mul_(2.0 ** choose.choice((-60, 0, 40)))
+        weight.mul_(2.0 ** choose.choice((-20, 0, 10)) * k**-0.5)
+        unit = float(x.std()) * float(weight.std()) * k**0.5 if x.numel() > 1 else 1.0
+        weight.div_(unit or 1.0)  # results of one
+        bias = torch.randn(n, device=CUDA) if choose.random() < 0.5 else None
+        operands = [random_operand(m, n, t or torch.float32, choose) for t in example.operands]
+        scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
+        frame, out = framed_matrix((m, n), example.out or torch.float32)
+        z = torch.full((m, n), NAN, device=CUDA) if choose.random() < 0.5 else None
+        run(example, x, weight, form, bias, operands, scalars, out, z)
+
+        exact_z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        tf32_z = F.linear(
+            to_tf32(x).double(), to_tf32(weight).double(), None if bias is None else bias.double()
+        ).float()
+        checked = [
+            (out, example.reference(exact_z, operands, scalars),
+             example.reference(tf32_z, operands, scalars), "out"),
+        ]  # fmt: skip
+        if z is not None:
+            checked.append((z, exact_z, tf32_z, "z"))
+        what = f"case {case}: {m} x {n} x {k}, {example.name}, {form}, {x.stride()}"
+        judge(failures, what, checked, SMALL)
+        if not is_untouched(frame, out):
+            failures.append(f"{what}: wrote outside the result")
+
+
+def products(failures: list[str], m: int, n: int, k: int) -> None:
+    """The products of the emulated planes, in every form, but for the order of sums."""
+    x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+    wanted = Emulated.of(x, False).exact() @ Emulated.of(weight, False).exact().T
+    exact = x.double() @ weight.double().T
+    tf32 = relative(to_tf32(x).double() @ to_tf32(weight).double().T, exact)
+    for form in FORMS:
+        a = x if form[0] else x.mT.contiguous().mT
+        b = weight if form[1] else weight.mT.contiguous().mT
+        found = run(IDENTITY, a, b, form)
+        if not relative(found, wanted) <= 1e-6:
+            failures.append(f"{form}: {relative(found, wanted):.1e} from the planes' product")
+        if not relative(found, exact) <= ALLOWED * tf32:
+            failures.append(f"{form}: error {relative(found, exact):.2e}, TF32's {tf32:.2e}")
+
+
+def special_values(failures: list[str]) -> None:
+    """Infinities and NaN are where an exact gemm has them; leading dimensions; M = 0."""
+    for form in FORMS:
+        x, weight = (torch.randn(n, 200, device=CUDA) for n in (150, 90))
+        x[3, 7], x[149, 199], weight[5, 8], weight[89, 0] = INF, -INF, INF, NAN
+        a = x if form[0] else x.mT.contiguous().mT
+        b = weight if form[1] else weight.mT.contiguous().mT
+        exact = (x.double() @ weight.double().T).float()
+        as_ieee(f"{form}", run(IDENTITY, a, b, form), exact, SMALL, failures)
+    x, weight = torch.randn(3, 5, 7, 64, device=CUDA), torch.randn(30, 64, device=CUDA)
+    form = (True, True)
+    flat = run(IDENTITY, x.view(105, 64), weight, form)
+    if not torch.equal(run(IDENTITY, x, weight, form).view(105, 30), flat):
+        failures.append("leading dimensions matter")
+    run(IDENTITY, x[:0], weight, form)
+    zeros = run(IDENTITY, x * 0, weight, form)
+    if zeros.count_nonzero():
+        failures.append("zeros do not give zeros")
+    for exponent in (-140, -120, 100, 125):
+        scaled = x * 2.0 ** (exponent / 2) * 2.0 ** (exponent - exponent / 2)
+        found = run(IDENTITY, scaled, weight, form)
+        exact = scaled.double().view(105, 64) @ weight.double().T
+        most = SMALL if exponent > -120 else 1e-2  # results are then subnormal
+        as_ieee(f"2^{exponent}", found.view(105, 30), exact.float(), most, failures)
+
+
+def repeats(failures: list[str]) -> None:
+    for m, n, k in ((300, 500, 1000), (1000, 2500, 1000)):
+        for form in FORMS:
+            choose = random.Random(0)
+            x, weight = laid(m, k, form[0], choose), laid(n, k, form[1], choose)
+            step = functools.partial(run, IDENTITY, x, weight, form)
+            if not agree_over_two_streams(lambda: (step(),), (step(),), 100):  # noqa: B023
+                failures.append(f"{m} x {n} x {k}, {form}: launches over two streams differ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import checks
 import emulator
 import planes_checks
@@ -21,3 +23,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
 
 def test_planes() -> None:
     passes(planes_checks.planes)
+
+
+def small(choose: random.Random) -> tuple[int, int, int]:
+    return choose.randint(1, 300), choose.randint(1, 300), choose.randint(1, 200)
+
+
+def test_products_of_planes() -> None:
+    passes(planes_checks.products, 70, 90, 72)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", planes_checks.FORMS)
+def test_random_sizes_and_epilogues(form: tuple[bool, bool]) -> None:
+    passes(planes_checks.sweep, 12, 0, small, planes_checks.EXAMPLES, (form,))
+
+
+@pytest.mark.slow
+def test_several_tiles_of_a_block() -> None:
+    passes(planes_checks.sweep, 4, 1, lambda choose: (choose.randint(500, 700), 530, 40))
+
+
+@pytest.mark.slow
+def test_special_values() -> None:
+    passes(planes_checks.special_values)
