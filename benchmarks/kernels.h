@@ -90,9 +90,9 @@ bool make_plane(int64_t handle, const Tensor& matrix, const Tensor& plane, const
 bool linear_planes(int64_t handle, const Tensor& x, const Tensor& weight,
                    const std::optional<Tensor>& bias, const Tensor& out,
                    const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                   const std::vector<double>& scalars) {
+                   const std::vector<double>& scalars, int64_t chunks) {
   return run_linear_planes(kernels_of<LinearPlanesKernels>(handle), x, weight, bias, out, z,
-                           {operands, scalars});
+                           {operands, scalars}, chunks);
 }
 
 // From planes of x and the weight, each with its facts.
@@ -209,7 +209,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
   m.def(
       "linear_planes(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
-      "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks) -> bool");
   m.def("multiply_planes(int kernels, Tensor[] x, Tensor[] weight, Tensor(a!) out) -> bool");
   m.def("make_plane(int kernels, Tensor matrix, Tensor(a!) plane, Tensor(b!) facts) -> bool");
   m.def(

@@ -266,6 +266,7 @@ def linear_planes(
     z: Tensor | None,
     operands: Sequence[Tensor],
     scalars: Sequence[float],
+    chunks: int = 0,
 ) -> bool:
     """As `linear_split`, in fp32 and as exact as TF32. Makes both planes.
 
@@ -275,10 +276,11 @@ def linear_planes(
             adjacent, of x and of the weight.
         x: [*, K]. weight: [N, K].
         bias, out, z, operands, scalars: as `linear_split`'s; columns of out and z are adjacent.
+        chunks: as `linear_split`'s.
 
     Returns, raises: as `linear_split`.
     """
-    return _taken("linear_planes", spec, out, x, weight, bias, out, z, operands, scalars)
+    return _taken("linear_planes", spec, out, x, weight, bias, out, z, operands, scalars, chunks)
 
 
 def multiply_planes(spec: KernelSpec, x: Plane, weight: Plane, out: Tensor) -> bool:

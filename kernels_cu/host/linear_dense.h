@@ -63,17 +63,17 @@ struct DenseChoice {
     return found;
   }
 
-  // Of arguments that are complete but for the number of tiles.
+  // args: complete but for the number of tiles. times: how often each tile is computed, in parts.
   template <class Args>
-  void launch_tiles(int chosen, Args& args, Stream stream) const {
+  void launch_tiles(int chosen, Kernel loop, int64_t times, Args& args, Stream stream) const {
     const DenseShape& shape = kDenseShapes[chosen];
     const int64_t tiles = dense_tiles(shape, args.m, args.n);
     args.tiles = static_cast<int32_t>(tiles);
     LaunchOptions options;
     options.shared_bytes = shape.shared_bytes();
     options.cluster = shape.cluster;
-    const int64_t blocks = persistent_blocks(tiles, clusters[chosen]) * shape.cluster;
-    launch(kernel[chosen], blocks, kDenseThreads, stream, args, options);
+    const int64_t blocks = persistent_blocks(tiles * times, clusters[chosen]) * shape.cluster;
+    launch(loop, blocks, kDenseThreads, stream, args, options);
   }
 };
 
@@ -199,7 +199,8 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   args.weight_map = map_of(weight, n, weight.stride(0), shape.tile_n());
   args.x_map = map_of(x, m, *x_stride, shape.tile_m / shape.cluster);
   args.k = static_cast<int32_t>(k);
-  kernels.shapes.launch_tiles(chosen, args, current_stream(device));
+  kernels.shapes.launch_tiles(chosen, kernels.shapes.kernel[chosen], 1, args,
+                              current_stream(device));
   return true;
 }
 

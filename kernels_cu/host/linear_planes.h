@@ -16,6 +16,8 @@ namespace {
 
 struct LinearPlanesKernels : GemmKernel, EpilogueTypes {
   DenseChoice shapes{};
+  Kernel chunk;  // of k
+  Kernel sum;    // of chunks
   PlaneKernels planes;
   bool along_x;  // are k of x adjacent, not its rows?
   bool along_weight;
@@ -36,8 +38,12 @@ int64_t load_linear_planes(const Sources& from) {
   kernels->along_x = types.sizes[0] != 0;
   kernels->along_weight = types.sizes[1] != 0;
   kernels->planes = PlaneKernels::of(load_library(from.cubins.at(1)), from.device);
-  kernels->shapes = DenseChoice::of(load_library(from.cubins.at(0)), "fx_fuser_linear_planes_",
-                                    kFirstPlanesShape, kDenseShapeCount, from.device);
+  const Library own = load_library(from.cubins.at(0));
+  kernels->shapes = DenseChoice::of(own, "fx_fuser_linear_planes_", kFirstPlanesShape,
+                                    kDenseShapeCount, from.device);
+  const int shared_bytes = kDenseShapes[kChunksShape].shared_bytes();
+  kernels->chunk = get_kernel(own, "fx_fuser_linear_planes_chunk", shared_bytes);
+  kernels->sum = get_kernel(own, "fx_fuser_linear_planes_sum", shared_bytes);
   return keep<GemmKernel, LinearPlanesKernels>(from, std::move(kernels));
 }
 const AddLoader kLinearPlanesLoader("linear_planes", load_linear_planes);
@@ -73,29 +79,85 @@ std::optional<std::array<PlaneSource, 2>> plane_sources(const LinearPlanesKernel
   return std::array<PlaneSource, 2>{*left, *right};
 }
 
-// From planes that exist. False, and nothing is launched, where the kernel does not take the
-// result's or the operands' strides.
+// ---- chunks of k --------------------------------------------------------------------------------
+
+// Roughly, cycles of a multiprocessor.
+constexpr int64_t kTileCycles = 2500;  // of a tile beside its stages
+constexpr int64_t kLaunchCycles = 5000;
+constexpr int64_t kPartCycles = 1500;  // to add one chunk's part of a tile
+constexpr int64_t kLeastChunkStages = 4;
+constexpr int64_t kMostPlaneChunks = 32;
+constexpr int64_t kMostPartialBytes = 128 << 20;
+
+int64_t planes_cycles(const DenseChoice& shapes, int shape, int64_t m, int64_t n, int64_t stages,
+                      int64_t chunks) {
+  const int64_t tiles = dense_tiles(kDenseShapes[shape], m, n);
+  const int64_t rounds = ceil_div(tiles * chunks, shapes.clusters[shape]);
+  return rounds * (ceil_div(stages, chunks) * kDenseShapes[shape].cycles + kTileCycles);
+}
+
+int64_t partial_bytes(int64_t m, int64_t n, int64_t chunks) {
+  const DenseShape& shape = kDenseShapes[kChunksShape];
+  const int64_t of_tile = int64_t{4} * shape.tile_m * shape.tile_n() * shape.cluster;
+  return chunks * dense_tiles(shape, m, n) * of_tile;
+}
+
+// Stages of a chunk of k, where dividing it is modelled to gain a tenth; else all.
+int64_t stages_of_chunk(const DenseChoice& shapes, int64_t m, int64_t n, int64_t stages) {
+  int64_t found = stages;
+  int64_t fewest = planes_cycles(shapes, shapes.best(m, n), m, n, stages, 1) * 9 / 10;
+  const int64_t sums =
+      ceil_div(dense_tiles(kDenseShapes[kChunksShape], m, n), shapes.clusters[kChunksShape]);
+  for (int64_t chunks = 2; chunks <= kMostPlaneChunks; ++chunks) {
+    const int64_t of_chunk = ceil_div(stages, chunks);
+    if (of_chunk < kLeastChunkStages || partial_bytes(m, n, chunks) > kMostPartialBytes) break;
+    const int64_t cycles = planes_cycles(shapes, kChunksShape, m, n, stages, chunks) +
+                           kLaunchCycles + sums * (chunks * kPartCycles + kTileCycles);
+    if (cycles < fewest) {
+      fewest = cycles;
+      found = of_chunk;
+    }
+  }
+  return found;
+}
+
+// From planes that exist. wished_chunks: of k, or a few less; 0: as many as pay. False, and nothing
+// is launched, where the kernel does not take the result's or the operands' strides.
 bool multiply_planes(const LinearPlanesKernels& kernels, const Plane16& x, const Plane16& weight,
                      const std::optional<Tensor>& bias, const Tensor& out,
-                     const std::optional<Tensor>& z, const EpilogueArgs& epilogue, Stream stream) {
+                     const std::optional<Tensor>& z, const EpilogueArgs& epilogue, Stream stream,
+                     int64_t wished_chunks = 0) {
   const int64_t m = x.from.along ? x.from.lines : x.from.length;
   const int64_t n = weight.from.along ? weight.from.lines : weight.from.length;
   LinearPlanesArgs args{};
   if (!set_dense_result(args, m, n, out, z, bias, epilogue)) return false;
-  const int chosen = kernels.shapes.best(m, n);
+  args.k = static_cast<int32_t>(x.from.along ? x.from.length : x.from.lines);
+  args.x_facts = x.facts;
+  args.weight_facts = weight.facts;
+  const int64_t stages = ceil_div(args.k, kPlaneSpan);
+  const int64_t of_chunk = wished_chunks > 0 ? ceil_div(stages, wished_chunks)
+                                             : stages_of_chunk(kernels.shapes, m, n, stages);
+  args.chunks = static_cast<int32_t>(ceil_div(stages, of_chunk));
+  args.chunk_k = static_cast<int32_t>(of_chunk * kPlaneSpan);
+  const int chosen = args.chunks > 1 ? kChunksShape : kernels.shapes.best(m, n);
   const DenseShape& shape = kDenseShapes[chosen];
   args.weight_map = weight.map(shape.tile_n());
   args.x_map = x.map(shape.tile_m / shape.cluster);
-  args.x_facts = x.facts;
-  args.weight_facts = weight.facts;
-  args.k = static_cast<int32_t>(x.from.along ? x.from.length : x.from.lines);
-  kernels.shapes.launch_tiles(chosen, args, stream);
+  if (args.chunks == 1) {
+    kernels.shapes.launch_tiles(chosen, kernels.shapes.kernel[chosen], 1, args, stream);
+    return true;
+  }
+  const Tensor partial = new_dense(out, {partial_bytes(m, n, args.chunks) / 4}, ScalarType::Float);
+  args.partial = static_cast<float*>(partial.data_ptr());
+  kernels.shapes.launch_tiles(chosen, kernels.chunk, args.chunks, args, stream);
+  kernels.shapes.launch_tiles(chosen, kernels.sum, 1, args, stream);
   return true;
 }
 
 bool run_linear_planes(const LinearPlanesKernels& kernels, const Tensor& x, const Tensor& weight,
                        const std::optional<Tensor>& bias, const Tensor& out,
-                       const std::optional<Tensor>& z, const EpilogueArgs& epilogue) {
+                       const std::optional<Tensor>& z, const EpilogueArgs& epilogue,
+                       int64_t wished_chunks = 0) {
   check_linear(kernels, ScalarType::Float, {ScalarType::Float, ScalarType::Float}, x, weight, bias,
                out, z, epilogue);
   if (weight.dim() != 2 || weight.size(1) == 0) return false;
@@ -122,7 +184,7 @@ bool run_linear_planes(const LinearPlanesKernels& kernels, const Tensor& x, cons
   if (!set_dense_result(probe, m, weight.size(0), out, z, bias, epilogue)) return false;
   launch_plane(kernels.planes, left.from, left.values, left.facts, stream);
   launch_plane(kernels.planes, right.from, right.values, right.facts, stream);
-  return multiply_planes(kernels, left, right, bias, out, z, epilogue, stream);
+  return multiply_planes(kernels, left, right, bias, out, z, epilogue, stream, wished_chunks);
 }
 
 bool LinearPlanesKernels::run(const Tensor& x, const Tensor& weight,

@@ -415,13 +415,8 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <int kShape, class Loop, class Epilogue, int kScalars, class Acc, class Out, class In,
-          class... Operand>
-__device__ __forceinline__ void run(const LinearDenseArgs& args) {
-  static_assert(std::is_same_v<Acc, float>);
-  using Layout = dense::Layout<kShape>;
-  using TileEpilogue = dense::TileEpilogue<Layout, Epilogue, kScalars, Out, In,
-                                           std::index_sequence_for<Operand...>, Operand...>;
+template <class Layout, class Loop, class TileEpilogue, class In>
+__device__ __forceinline__ void run_loop(const LinearDenseArgs& args) {
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Layout::Shared*>(dynamic_shared);
@@ -458,6 +453,16 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
     ptx::cluster_arrive();
     ptx::cluster_wait();
   }
+}
+
+template <int kShape, class Loop, class Epilogue, int kScalars, class Acc, class Out, class In,
+          class... Operand>
+__device__ __forceinline__ void run(const LinearDenseArgs& args) {
+  static_assert(std::is_same_v<Acc, float>);
+  using Layout = dense::Layout<kShape>;
+  using TileEpilogue = dense::TileEpilogue<Layout, Epilogue, kScalars, Out, In,
+                                           std::index_sequence_for<Operand...>, Operand...>;
+  run_loop<Layout, Loop, TileEpilogue, In>(args);
 }
 
 }  // namespace fx_fuser::dense

@@ -42,12 +42,18 @@ struct PlaneArgs {
 // It is made for the last kDenseShapes: of x's rows, where they are adjacent, 64 are loaded at
 // once.
 constexpr int kFirstPlanesShape = 2;
-constexpr int kPlaneSpan = 64;  // adjacent elements in shared memory, and k of a stage
+constexpr int kChunksShape = 4;  // of kDenseShapes: for chunks of k
+constexpr int kPlaneSpan = 64;   // adjacent elements in shared memory, and k of a stage
 
 // The maps are of planes, and sums have the scales of both in them.
 struct LinearPlanesArgs : LinearDenseArgs {
   const PlaneFacts* x_facts;
   const PlaneFacts* weight_facts;
+  // Where k is divided: sums of [chunk, tile, block of the cluster], in the order in which threads
+  // have them; a sum of chunks is another kernel's.
+  float* partial;
+  int32_t chunk_k;  // a multiple of kPlaneSpan
+  int32_t chunks;
 };
 
 }  // namespace fx_fuser

@@ -6,6 +6,10 @@
 // shared memory are k: 64 of 64 rows each, then those of the next 64 rows. The sums lose both
 // scales in registers, ahead of the dense kernel's epilogue.
 //
+// Where tiles are few, as of a small weight's gradient, k is divided: one kernel stores the sums of
+// each chunk as its threads have them, a second one adds them up, always in the same order, and has
+// the epilogue.
+//
 //   FX_FUSER_LINEAR_PLANES(/*are k adjacent in x, weight*/ 1, 0, Epilogue, /*scalars*/ 1,
 //                          /*Acc*/ float, /*Out*/ float, /*bias, z*/ float, /*operands*/ float...)
 #pragma once
@@ -15,7 +19,71 @@
 
 namespace fx_fuser::dense {
 
-template <bool kAlongX, bool kAlongWeight>
+// Tiles, or tiles of chunks of k: what a block computes one after the other.
+template <bool kChunks>
+struct PlanesUnits {
+  int tile;
+  int first_k;
+  int end_k;
+
+  static __device__ __forceinline__ int count(const LinearPlanesArgs& args) {
+    return kChunks ? args.tiles * args.chunks : args.tiles;
+  }
+  static __device__ __forceinline__ PlanesUnits at(const LinearPlanesArgs& args, int unit) {
+    if constexpr (!kChunks) return {unit, 0, args.k};
+    const int chunk = unit / args.tiles;
+    return {unit - chunk * args.tiles, chunk * args.chunk_k,
+            min(args.k, (chunk + 1) * args.chunk_k)};
+  }
+};
+
+// Of a thread: so many vectors of partial sums, kWarpgroup * kConsumers vectors apart.
+template <class Layout>
+struct PartialSums {
+  static constexpr int kVectors = Layout::kSubtiles * Layout::kSumsOfSubtile / 4;
+  static constexpr int kStep = kWarpgroup * kConsumers;
+
+  static __device__ __forceinline__ float4* of(const LinearPlanesArgs& args, int64_t unit) {
+    const int64_t block = unit * Layout::kCluster + Layout::rank();
+    return reinterpret_cast<float4*>(args.partial) + block * (kVectors * kStep) + threadIdx.x;
+  }
+};
+
+// In place of an epilogue, for a chunk's sums.
+template <class Layout>
+struct StoreChunk {
+  static constexpr int kOperands = 0;
+
+  const LinearPlanesArgs& args;
+  int unit = 0;
+
+  template <class Exchange>
+  __device__ __forceinline__ StoreChunk(const LinearDenseArgs& given, const Exchange& /*exchange*/,
+                                        int /*consumer*/)
+      : args(static_cast<const LinearPlanesArgs&>(given)) {}
+  __device__ __forceinline__ void begin(int index) { unit = index; }
+  __device__ __forceinline__ void load_first() {}
+  __device__ __forceinline__ void operator()(
+      const float (&sum)[Layout::kSubtiles][Layout::kSumsOfSubtile]) {
+    float4* to = PartialSums<Layout>::of(args, unit);
+#pragma unroll
+    for (int j = 0; j < Layout::kSubtiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < Layout::kSumsOfSubtile; i += 4) {
+        to[(j * Layout::kSumsOfSubtile + i) / 4 * PartialSums<Layout>::kStep] =
+            make_float4(sum[j][i], sum[j][i + 1], sum[j][i + 2], sum[j][i + 3]);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ PowerOfTwo unscale_of(const LinearPlanesArgs& args) {
+  constexpr int kLeastExponent = -252;  // with less, no sum is as large as a float
+  const int exponent = args.x_facts->exponent + args.weight_facts->exponent;
+  return PowerOfTwo::of(max(-exponent, kLeastExponent));
+}
+
+template <bool kAlongX, bool kAlongWeight, bool kChunks = false>
 struct PlanesLoop {
   static constexpr int kSpanBytes = kPlaneSpan * kDenseStepBytes;
   static_assert(kDenseStepBytes == kPlaneSpan * sizeof(__half));
@@ -70,18 +138,21 @@ struct PlanesLoop {
   }
 };
 
-template <bool kAlongX, bool kAlongWeight>
+template <bool kAlongX, bool kAlongWeight, bool kChunks>
 template <class In, class Layout, class TileEpilogue>
-__device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight>::feed(
-    const LinearDenseArgs& args, typename Layout::Shared& shared) {
+__device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight, kChunks>::feed(
+    const LinearDenseArgs& given, typename Layout::Shared& shared) {
+  using Units = PlanesUnits<kChunks>;
+  const auto& args = static_cast<const LinearPlanesArgs&>(given);
   // Rows of the operands' tiles that are brought near with each step.
   const int rows = Layout::kTileM / ((args.k + kPlaneSpan - 1) / kPlaneSpan) + 1;
   typename Layout::PipelineState pipeline;
-  for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
-    const auto tile = Layout::tile_at(args, index);
+  for (int index = Layout::first_tile(); index < Units::count(args); index += Layout::tile_step()) {
+    const Units unit = Units::at(args, index);
+    const auto tile = Layout::tile_at(args, unit.tile);
     int m = tile.m;
     const int end_m = min(args.m, m + Layout::kTileM);
-    for (int k = 0; k < args.k; k += kPlaneSpan) {
+    for (int k = unit.first_k; k < unit.end_k; k += kPlaneSpan) {
       auto& stage = shared.stage[pipeline.slot];
       const uint32_t full = ptx::shared_address(&shared.full[pipeline.slot]);
       // Empty in all blocks of the cluster: each sends to the others.
@@ -97,9 +168,9 @@ __device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight>::feed(
   }
 }
 
-template <bool kAlongX, bool kAlongWeight>
+template <bool kAlongX, bool kAlongWeight, bool kChunks>
 template <class In, class Layout, class TileEpilogue>
-__device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight>::consume(
+__device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight, kChunks>::consume(
     const LinearDenseArgs& given, typename Layout::Shared& shared, int consumer,
     TileEpilogue& tile_epilogue) {
   using Product = ptx::WgmmaOfMajors<__half, !kAlongWeight, !kAlongX>;
@@ -109,15 +180,15 @@ __device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight>::consume(
   constexpr int kSubtileStep = kSubtileN * kDenseStepBytes / 16;  // 64 rows, or the k of 64 rows
   constexpr int kAlongStep = kInstructionK * 2 / 16;
   constexpr int kLinesStep = kInstructionK * kDenseStepBytes / 16;
-  constexpr int kLeastExponent = -252;  // with less, no sum is as large as a float
+  using Units = PlanesUnits<kChunks>;
   const auto& args = static_cast<const LinearPlanesArgs&>(given);
   const int lane = threadIdx.x % 32;
-  const int k_tiles = (args.k + kPlaneSpan - 1) / kPlaneSpan;
-  const int exponent = args.x_facts->exponent + args.weight_facts->exponent;
-  const auto unscale = PowerOfTwo::of(max(-exponent, kLeastExponent));
+  const PowerOfTwo unscale = kChunks ? PowerOfTwo{} : unscale_of(args);
 
   typename Layout::PipelineState pipeline;
-  for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
+  for (int index = Layout::first_tile(); index < Units::count(args); index += Layout::tile_step()) {
+    const Units unit = Units::at(args, index);
+    const int k_tiles = (unit.end_k - unit.first_k + kPlaneSpan - 1) / kPlaneSpan;
     float sum[Layout::kSubtiles][Layout::kSumsOfSubtile];
     tile_epilogue.begin(index);
     int previous = 0;
@@ -152,27 +223,90 @@ __device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight>::consume(
 #pragma unroll
     for (int j = 0; j < Layout::kSubtiles; ++j) {
       ptx::pin(sum[j]);
+      if constexpr (!kChunks) {
 #pragma unroll
-      for (float& one : sum[j]) one = unscale.times(one);
+        for (float& one : sum[j]) one = unscale.times(one);
+      }
     }
     tile_epilogue(sum);
   }
 }
 
+// Adds up what chunks of k are; nothing is fed.
+struct SumOfChunks {
+  template <class In, class Layout, class TileEpilogue>
+  static __device__ __forceinline__ void feed(const LinearDenseArgs& /*args*/,
+                                              typename Layout::Shared& /*shared*/) {}
+
+  template <class In, class Layout, class TileEpilogue>
+  static __device__ __forceinline__ void consume(const LinearDenseArgs& given,
+                                                 typename Layout::Shared& /*shared*/,
+                                                 int /*consumer*/, TileEpilogue& tile_epilogue) {
+    const auto& args = static_cast<const LinearPlanesArgs&>(given);
+    const PowerOfTwo unscale = unscale_of(args);
+    for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
+      float sum[Layout::kSubtiles][Layout::kSumsOfSubtile];
+      tile_epilogue.begin(index);
+#pragma unroll
+      for (int j = 0; j < Layout::kSubtiles; ++j) {
+#pragma unroll
+        for (float& one : sum[j]) one = 0;
+      }
+#pragma unroll 1
+      for (int chunk = 0; chunk < args.chunks; ++chunk) {
+        const float4* from = PartialSums<Layout>::of(args, int64_t{chunk} * args.tiles + index);
+#pragma unroll
+        for (int j = 0; j < Layout::kSubtiles; ++j) {
+#pragma unroll
+          for (int i = 0; i < Layout::kSumsOfSubtile; i += 4) {
+            const float4 part =
+                from[(j * Layout::kSumsOfSubtile + i) / 4 * PartialSums<Layout>::kStep];
+            sum[j][i] += part.x;
+            sum[j][i + 1] += part.y;
+            sum[j][i + 2] += part.z;
+            sum[j][i + 3] += part.w;
+          }
+        }
+      }
+      tile_epilogue.load_first();
+#pragma unroll
+      for (int j = 0; j < Layout::kSubtiles; ++j) {
+#pragma unroll
+        for (float& one : sum[j]) one = unscale.times(one);
+      }
+      tile_epilogue(sum);
+    }
+  }
+};
+
+template <bool kAlongX, bool kAlongWeight>
+__device__ __forceinline__ void run_chunk(const LinearPlanesArgs& args) {
+  using Layout = dense::Layout<kChunksShape>;
+  run_loop<Layout, PlanesLoop<kAlongX, kAlongWeight, true>, StoreChunk<Layout>, float>(args);
+}
+
 }  // namespace fx_fuser::dense
 
-#define FX_FUSER_LINEAR_PLANES_KERNEL(shape, along_x, along_weight, ...)                        \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kDenseThreads, 1)                      \
-      fx_fuser_linear_planes_##shape(const __grid_constant__ fx_fuser::LinearPlanesArgs args) { \
-    fx_fuser::dense::run<shape, fx_fuser::dense::PlanesLoop<along_x != 0, along_weight != 0>,   \
-                         __VA_ARGS__>(args);                                                    \
+#define FX_FUSER_LINEAR_PLANES_KERNEL(name, shape, ...)                                 \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kDenseThreads, 1)              \
+      fx_fuser_linear_##name(const __grid_constant__ fx_fuser::LinearPlanesArgs args) { \
+    fx_fuser::dense::run<shape, __VA_ARGS__>(args);                                     \
   }
+#define FX_FUSER_PLANES_LOOP(...) fx_fuser::dense::PlanesLoop<__VA_ARGS__>
 
 // FX_FUSER_LINEAR_PLANES(along x, along weight, Epilogue, scalars, Acc, Out, In, Operands...)
-#define FX_FUSER_LINEAR_PLANES(along_x, along_weight, ...)             \
-  FX_FUSER_LINEAR_PLANES_KERNEL(2, along_x, along_weight, __VA_ARGS__) \
-  FX_FUSER_LINEAR_PLANES_KERNEL(3, along_x, along_weight, __VA_ARGS__) \
-  FX_FUSER_LINEAR_PLANES_KERNEL(4, along_x, along_weight, __VA_ARGS__)
+#define FX_FUSER_LINEAR_PLANES(along_x, along_weight, ...)                                    \
+  FX_FUSER_LINEAR_PLANES_KERNEL(                                                              \
+      planes_2, 2, FX_FUSER_PLANES_LOOP(along_x != 0, along_weight != 0), __VA_ARGS__)        \
+  FX_FUSER_LINEAR_PLANES_KERNEL(                                                              \
+      planes_3, 3, FX_FUSER_PLANES_LOOP(along_x != 0, along_weight != 0), __VA_ARGS__)        \
+  FX_FUSER_LINEAR_PLANES_KERNEL(                                                              \
+      planes_4, 4, FX_FUSER_PLANES_LOOP(along_x != 0, along_weight != 0), __VA_ARGS__)        \
+  FX_FUSER_LINEAR_PLANES_KERNEL(planes_sum, 4, fx_fuser::dense::SumOfChunks, __VA_ARGS__)     \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kDenseThreads, 1)                    \
+      fx_fuser_linear_planes_chunk(const __grid_constant__ fx_fuser::LinearPlanesArgs args) { \
+    fx_fuser::dense::run_chunk<along_x != 0, along_weight != 0>(args);                        \
+  }
 
 // Of every epilogue.
 #define FX_FUSER_LINEAR_PLANES_COMMON(X) FX_FUSER_PLANES(X)

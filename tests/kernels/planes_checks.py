@@ -107,12 +107,14 @@ def run(
     scalars: list[float] | None = None,
     out: Tensor | None = None,
     z: Tensor | None = None,
+    chunks: int = 0,
 ) -> Tensor:
     if out is None:
         out = x.new_full((*x.shape[:-1], len(weight)), NAN, dtype=example.out)
     scalars = [2.0] * example.scalars if scalars is None else scalars
     spec = example.spec(torch.float32, linear_planes(*form))
-    taken = kernels.linear_planes(spec, x, weight, bias, out, z, operands or [], scalars)
+    given = x, weight, bias, out, z, operands or [], scalars, chunks
+    taken = kernels.linear_planes(spec, *given)
     assert taken, f"{x.shape} {x.stride()} by {weight.shape} {weight.stride()} was refused"
     return out
 
@@ -150,7 +152,8 @@ def sweep(
         scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
         frame, out = framed_matrix((m, n), example.out or torch.float32)
         z = torch.full((m, n), NAN, device=CUDA) if choose.random() < 0.5 else None
-        run(example, x, weight, form, bias, operands, scalars, out, z)
+        chunks = choose.choice((0, 0, 1, 2, 3))
+        run(example, x, weight, form, bias, operands, scalars, out, z, chunks)
 
         exact_z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         tf32_z = F.linear(
@@ -162,7 +165,7 @@ def sweep(
         ]  # fmt: skip
         if z is not None:
             checked.append((z, exact_z, tf32_z, "z"))
-        what = f"case {case}: {m} x {n} x {k}, {example.name}, {form}, {x.stride()}"
+        what = f"case {case}: {m} x {n} x {k}, {example.name}, {form}, {x.stride()}, {chunks}"
         judge(failures, what, checked, SMALL)
         if not is_untouched(frame, out):
             failures.append(f"{what}: wrote outside the result")
@@ -177,11 +180,13 @@ def products(failures: list[str], m: int, n: int, k: int) -> None:
     for form in FORMS:
         a = x if form[0] else x.mT.contiguous().mT
         b = weight if form[1] else weight.mT.contiguous().mT
-        found = run(IDENTITY, a, b, form)
-        if not relative(found, wanted) <= 1e-6:
-            failures.append(f"{form}: {relative(found, wanted):.1e} from the planes' product")
-        if not relative(found, exact) <= ALLOWED * tf32:
-            failures.append(f"{form}: error {relative(found, exact):.2e}, TF32's {tf32:.2e}")
+        for chunks in (1, 2):
+            found = run(IDENTITY, a, b, form, chunks=chunks)
+            what = f"{form}, {chunks} chunks: error"
+            if not relative(found, wanted) <= 1e-6:
+                failures.append(f"{what} {relative(found, wanted):.1e} to the planes' product")
+            if not relative(found, exact) <= ALLOWED * tf32:
+                failures.append(f"{what} {relative(found, exact):.2e}, TF32's {tf32:.2e}")
 
 
 def special_values(failures: list[str]) -> None:
