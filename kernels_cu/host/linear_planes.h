@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "host/linear_dense.h"
 #include "host/planes.h"
@@ -18,14 +20,23 @@ struct LinearPlanesKernels : GemmKernel, EpilogueTypes {
   DenseChoice shapes{};
   Kernel chunk;  // of k
   Kernel sum;    // of chunks
+  std::array<Kernel, kDenseShapeCount> repair{};
+  std::unique_ptr<Fallback> precision;  // to the library's product
   PlaneKernels planes;
   bool along_x;  // are k of x adjacent, not its rows?
   bool along_weight;
 
   explicit LinearPlanesKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  // For these sizes it was chosen by a clock; there is no model of others.
-  bool is_profitable(const Tensor& /*x*/, const Tensor& /*weight*/) const override { return true; }
+  // For these sizes it was chosen by a clock; there is no model of others. Data that planes do not
+  // hold go to the library.
+  bool is_profitable(const Tensor& x, const Tensor& weight) const override {
+    return weight.dim() == 2 && !precision->takes_call(sizes_of(x, weight));
+  }
+  static Fallback::Sizes sizes_of(const Tensor& x, const Tensor& weight) {
+    const int64_t k = std::max<int64_t>(weight.size(1), 1);
+    return {x.numel() / k, weight.size(0), k};
+  }
   bool run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
            const Tensor& y, const std::optional<Tensor>& c,
            const EpilogueArgs& args) const override;
@@ -44,6 +55,10 @@ int64_t load_linear_planes(const Sources& from) {
   const int shared_bytes = kDenseShapes[kChunksShape].shared_bytes();
   kernels->chunk = get_kernel(own, "fx_fuser_linear_planes_chunk", shared_bytes);
   kernels->sum = get_kernel(own, "fx_fuser_linear_planes_sum", shared_bytes);
+  for (int i = kFirstPlanesShape; i < kDenseShapeCount; ++i) {
+    kernels->repair[i] = get_kernel(own, "fx_fuser_linear_planes_repair_" + std::to_string(i));
+  }
+  kernels->precision = std::make_unique<Fallback>();
   return keep<GemmKernel, LinearPlanesKernels>(from, std::move(kernels));
 }
 const AddLoader kLinearPlanesLoader("linear_planes", load_linear_planes);
@@ -85,6 +100,7 @@ std::optional<std::array<PlaneSource, 2>> plane_sources(const LinearPlanesKernel
 constexpr int64_t kTileCycles = 2500;  // of a tile beside its stages
 constexpr int64_t kLaunchCycles = 5000;
 constexpr int64_t kPartCycles = 1500;  // to add one chunk's part of a tile
+constexpr int64_t kRepairCycles = 20;  // of a warp, for 16 results, times k
 constexpr int64_t kLeastChunkStages = 4;
 constexpr int64_t kMostPlaneChunks = 32;
 constexpr int64_t kMostPartialBytes = 128 << 20;
@@ -143,14 +159,29 @@ bool multiply_planes(const LinearPlanesKernels& kernels, const Plane16& x, const
   const DenseShape& shape = kDenseShapes[chosen];
   args.weight_map = weight.map(shape.tile_n());
   args.x_map = x.map(shape.tile_m / shape.cluster);
+  const int64_t doubts = dense_tiles(shape, m, n) * shape.cluster * doubts_of_tile(shape);
+  const int64_t partials = args.chunks > 1 ? partial_bytes(m, n, args.chunks) / 4 : 0;
+  const Tensor memory = new_dense(out, {partials + doubts}, ScalarType::Float);
+  args.partial = static_cast<float*>(memory.data_ptr());
+  args.doubted = reinterpret_cast<uint32_t*>(args.partial + partials);
+  args.precision_flag = kernels.precision->flag({m, n, args.k});
+  args.x = x.from.data;
+  args.weight = weight.from.data;
+  args.x_stride = x.from.strides();
+  args.weight_stride = weight.from.strides();
+  args.least_sum = kLeastPlanesSum * std::sqrt(static_cast<float>(args.k));
+  const int64_t cycles = planes_cycles(kernels.shapes, chosen, m, n, stages, args.chunks);
+  args.bearable = static_cast<int32_t>(1 + cycles / 10 / (kRepairCycles * args.k));
   if (args.chunks == 1) {
     kernels.shapes.launch_tiles(chosen, kernels.shapes.kernel[chosen], 1, args, stream);
-    return true;
+  } else {
+    kernels.shapes.launch_tiles(chosen, kernels.chunk, args.chunks, args, stream);
+    kernels.shapes.launch_tiles(chosen, kernels.sum, 1, args, stream);
   }
-  const Tensor partial = new_dense(out, {partial_bytes(m, n, args.chunks) / 4}, ScalarType::Float);
-  args.partial = static_cast<float*>(partial.data_ptr());
-  kernels.shapes.launch_tiles(chosen, kernels.chunk, args.chunks, args, stream);
-  kernels.shapes.launch_tiles(chosen, kernels.sum, 1, args, stream);
+  constexpr int64_t kRepairBlocks = 2;  // a multiprocessor
+  const int64_t blocks =
+      std::min(ceil_div(doubts, kRepairThreads), kRepairBlocks * kernels.planes.multiprocessors);
+  launch(kernels.repair[chosen], blocks, kRepairThreads, stream, args);
   return true;
 }
 

@@ -50,6 +50,9 @@ struct PlaneSource {
     return PlaneSource{data, columns, rows, column_stride, false};
   }
 
+  OperandStride strides() const {  // of [rows, columns]
+    return along ? OperandStride{pitch, 1} : OperandStride{1, pitch};
+  }
   int64_t octets() const { return ceil_div(length, kPlaneWidth); }  // of a line
   // Elements of the plane's lines, which are whole vectors.
   int64_t made_pitch() const { return octets() * kPlaneWidth; }

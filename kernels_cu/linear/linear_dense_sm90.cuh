@@ -83,14 +83,16 @@ struct Layout {
   };
 
   // Columns of kGroupM tiles of x; in a group the weight is read once.
-  static __device__ __forceinline__ Tile tile_at(const LinearDenseArgs& args, int index) {
+  // block: of the cluster.
+  static __device__ __forceinline__ Tile tile_at(const LinearDenseArgs& args, int index,
+                                                 int block = rank()) {
     const int m_tiles = (args.m + kTileM - 1) / kTileM;
     const int n_tiles = args.tiles / m_tiles;
     const int group = index / (kGroupM * n_tiles);
     const int inside = index - group * kGroupM * n_tiles;
     const int width = min(kGroupM, m_tiles - group * kGroupM);
     return {(group * kGroupM + inside % width) * kTileM,
-            (inside / width * kCluster + rank()) * kTileN};
+            (inside / width * kCluster + block) * kTileN};
   }
 
   static __device__ __forceinline__ int rank() { return blockIdx.x % kCluster; }

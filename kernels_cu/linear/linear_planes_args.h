@@ -54,6 +54,26 @@ struct LinearPlanesArgs : LinearDenseArgs {
   float* partial;
   int32_t chunk_k;  // a multiple of kPlaneSpan
   int32_t chunks;
+  // Where either plane has lost values: which results are to be computed plainly, of [tile, block
+  // of the cluster, warp, subtile, lane of four, kDoubtWords], and from what.
+  uint32_t* doubted;
+  uint32_t* precision_flag;  // in the host's memory: how many times more than bearable there were
+  const float* x;
+  const float* weight;
+  OperandStride x_stride;  // of [m, k]
+  OperandStride weight_stride;
+  float least_sum;
+  int32_t bearable;  // rows of a warp
 };
+
+constexpr int kRepairThreads = 256;
+constexpr float kLeastPlanesSum = 0.5f;  // times the square root of k, with both scales
+
+// Of a thread's rows of x in a tile, a bit each, in words.
+constexpr int doubt_words(const DenseShape& shape) { return shape.tile_m / 128; }
+// Of a tile of a block's.
+constexpr int doubts_of_tile(const DenseShape& shape) {
+  return 8 /*warps*/ * shape.subtiles * 4 * doubt_words(shape);
+}
 
 }  // namespace fx_fuser

@@ -10,12 +10,17 @@
 // each chunk as its threads have them, a second one adds them up, always in the same order, and has
 // the epilogue.
 //
+// Values below 2^-29 of a plane's largest lose bits. Where there are any in either plane, each
+// thread looks at its sums: those that such values may be a part of that shows are small
+// (linear/NOTES.md). A kernel behind computes them again in plain fp32 (linear_planes_repair.cuh).
+//
 //   FX_FUSER_LINEAR_PLANES(/*are k adjacent in x, weight*/ 1, 0, Epilogue, /*scalars*/ 1,
 //                          /*Acc*/ float, /*Out*/ float, /*bias, z*/ float, /*operands*/ float...)
 #pragma once
 
 #include "linear/linear_dense_sm90.cuh"
 #include "linear/linear_planes.cuh"
+#include "linear/linear_planes_repair.cuh"
 
 namespace fx_fuser::dense {
 
@@ -77,11 +82,33 @@ struct StoreChunk {
   }
 };
 
-__device__ __forceinline__ PowerOfTwo unscale_of(const LinearPlanesArgs& args) {
-  constexpr int kLeastExponent = -252;  // with less, no sum is as large as a float
-  const int exponent = args.x_facts->exponent + args.weight_facts->exponent;
-  return PowerOfTwo::of(max(-exponent, kLeastExponent));
-}
+// From a tile's scaled sums to z less its bias.
+template <class Layout>
+struct Settle {
+  const LinearPlanesArgs& args;
+  bool has_doubts;
+  PowerOfTwo unscale;
+
+  explicit __device__ __forceinline__ Settle(const LinearPlanesArgs& args)
+      : args(args), has_doubts(has_lost(args)), unscale(unscale_of(args)) {}
+
+  __device__ __forceinline__ void operator()(
+      int index, float (&sum)[Layout::kSubtiles][Layout::kSumsOfSubtile]) const {
+    if (has_doubts) note_doubts<Layout>(args, index, sum);
+#pragma unroll
+    for (int j = 0; j < Layout::kSubtiles; ++j) {
+#pragma unroll
+      for (float& one : sum[j]) one = unscale.times(one);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ PowerOfTwo unscale_of(const LinearPlanesArgs& args) {
+    constexpr int kLeastExponent = -252;  // with less, no sum is as large as a float
+    const int exponent = args.x_facts->exponent + args.weight_facts->exponent;
+    return PowerOfTwo::of(max(-exponent, kLeastExponent));
+  }
+};
 
 template <bool kAlongX, bool kAlongWeight, bool kChunks = false>
 struct PlanesLoop {
@@ -183,7 +210,7 @@ __device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight, kChunks>::cons
   using Units = PlanesUnits<kChunks>;
   const auto& args = static_cast<const LinearPlanesArgs&>(given);
   const int lane = threadIdx.x % 32;
-  const PowerOfTwo unscale = kChunks ? PowerOfTwo{} : unscale_of(args);
+  const Settle<Layout> settle(args);
 
   typename Layout::PipelineState pipeline;
   for (int index = Layout::first_tile(); index < Units::count(args); index += Layout::tile_step()) {
@@ -221,13 +248,8 @@ __device__ __forceinline__ void PlanesLoop<kAlongX, kAlongWeight, kChunks>::cons
     ptx::wgmma_wait<0>();
     release<Layout>(shared, previous, lane);
 #pragma unroll
-    for (int j = 0; j < Layout::kSubtiles; ++j) {
-      ptx::pin(sum[j]);
-      if constexpr (!kChunks) {
-#pragma unroll
-        for (float& one : sum[j]) one = unscale.times(one);
-      }
-    }
+    for (int j = 0; j < Layout::kSubtiles; ++j) ptx::pin(sum[j]);
+    if constexpr (!kChunks) settle(index, sum);
     tile_epilogue(sum);
   }
 }
@@ -243,7 +265,7 @@ struct SumOfChunks {
                                                  typename Layout::Shared& /*shared*/,
                                                  int /*consumer*/, TileEpilogue& tile_epilogue) {
     const auto& args = static_cast<const LinearPlanesArgs&>(given);
-    const PowerOfTwo unscale = unscale_of(args);
+    const Settle<Layout> settle(args);
     for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
       float sum[Layout::kSubtiles][Layout::kSumsOfSubtile];
       tile_epilogue.begin(index);
@@ -269,11 +291,7 @@ struct SumOfChunks {
         }
       }
       tile_epilogue.load_first();
-#pragma unroll
-      for (int j = 0; j < Layout::kSubtiles; ++j) {
-#pragma unroll
-        for (float& one : sum[j]) one = unscale.times(one);
-      }
+      settle(index, sum);
       tile_epilogue(sum);
     }
   }
@@ -294,6 +312,13 @@ __device__ __forceinline__ void run_chunk(const LinearPlanesArgs& args) {
   }
 #define FX_FUSER_PLANES_LOOP(...) fx_fuser::dense::PlanesLoop<__VA_ARGS__>
 
+#define FX_FUSER_PLANES_REPAIR(shape, ...)                               \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kRepairThreads) \
+      fx_fuser_linear_planes_repair_##shape(                             \
+          const __grid_constant__ fx_fuser::LinearPlanesArgs args) {     \
+    fx_fuser::dense::repair<shape, __VA_ARGS__>(args);                   \
+  }
+
 // FX_FUSER_LINEAR_PLANES(along x, along weight, Epilogue, scalars, Acc, Out, In, Operands...)
 #define FX_FUSER_LINEAR_PLANES(along_x, along_weight, ...)                                    \
   FX_FUSER_LINEAR_PLANES_KERNEL(                                                              \
@@ -303,6 +328,9 @@ __device__ __forceinline__ void run_chunk(const LinearPlanesArgs& args) {
   FX_FUSER_LINEAR_PLANES_KERNEL(                                                              \
       planes_4, 4, FX_FUSER_PLANES_LOOP(along_x != 0, along_weight != 0), __VA_ARGS__)        \
   FX_FUSER_LINEAR_PLANES_KERNEL(planes_sum, 4, fx_fuser::dense::SumOfChunks, __VA_ARGS__)     \
+  FX_FUSER_PLANES_REPAIR(2, __VA_ARGS__)                                                      \
+  FX_FUSER_PLANES_REPAIR(3, __VA_ARGS__)                                                      \
+  FX_FUSER_PLANES_REPAIR(4, __VA_ARGS__)                                                      \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kDenseThreads, 1)                    \
       fx_fuser_linear_planes_chunk(const __grid_constant__ fx_fuser::LinearPlanesArgs args) { \
     fx_fuser::dense::run_chunk<along_x != 0, along_weight != 0>(args);                        \

@@ -20,11 +20,11 @@ from checks import (
 from torch import Tensor
 
 from benchmarks import kernels
-from benchmarks.high_accuracy import ALLOWED, scale_of, to_tf32
+from benchmarks.high_accuracy import ALLOWED, families, scale_of, to_tf32
 from benchmarks.high_accuracy import Plane as Emulated
 from benchmarks.kernels import Plane
 from benchmarks.linear_dense_sm90 import IDENTITY, OPERANDS, SILU_MUL, SWISH, Example
-from benchmarks.sm90 import CUDA, relative
+from benchmarks.sm90 import CUDA, relative, worst_row
 from fx_fuser.kernels.planes import MAKE_PLANE, linear_planes
 
 INF, NAN = float("inf"), float("nan")
@@ -187,6 +187,56 @@ def products(failures: list[str], m: int, n: int, k: int) -> None:
                 failures.append(f"{what} {relative(found, wanted):.1e} to the planes' product")
             if not relative(found, exact) <= ALLOWED * tf32:
                 failures.append(f"{what} {relative(found, exact):.2e}, TF32's {tf32:.2e}")
+
+
+def errors_of(value: Tensor, tf32: Tensor, exact: Tensor) -> list[float]:
+    """Ours to TF32's by round-to-nearest, over the result and in its worst row."""
+    return [of(value, exact) / max(of(tf32, exact), 1e-30) for of in (relative, worst_row)]
+
+
+def contract(failures: list[str], m: int, n: int, k: int) -> None:
+    """On all families of data, those that break planes among them: at most ALLOWED times the error
+    of TF32 by round-to-nearest, in every form and in the worst row too. With chunks and without."""
+    for name, x, weight in families(m, n, k):
+        exact = x.double() @ weight.double().T
+        tf32 = to_tf32(x).double() @ to_tf32(weight).double().T
+        for i, form in enumerate(FORMS):
+            a = x if form[0] else x.mT.contiguous().mT
+            b = weight if form[1] else weight.mT.contiguous().mT
+            found = run(IDENTITY, a, b, form, chunks=1 + i % 2)
+            ratios = errors_of(found, tf32, exact)
+            if not max(ratios) <= ALLOWED:
+                failures.append(f"{name}, K = {k}, {form}: {ratios} of TF32's error")
+
+
+def repairs(failures: list[str]) -> None:
+    """Results that are computed again get their bias and operands, and go where they should."""
+    torch.manual_seed(0)
+    m, n, k = 150, 200, 100
+    x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+    x[5:9] *= 1e-12
+    x[20] = 0
+    weight[70:76] *= 1e-13
+    bias = torch.randn(n, device=CUDA)
+    for example in EXAMPLES:
+        operands = [torch.randn(m, n, device=CUDA).to(t or torch.float32) for t in example.operands]
+        frame, out = framed_matrix((m, n), example.out or torch.float32)
+        z = torch.full((m, n), NAN, device=CUDA)
+        for given in (None, bias):
+            exact = F.linear(x.double(), weight.double(), None if given is None else given.double())
+            near = F.linear(to_tf32(x).double(), to_tf32(weight).double(),
+                            None if given is None else given.double())  # fmt: skip
+            out.fill_(NAN)
+            run(example, x, weight, (True, True), given, operands, None, out, z)
+            ratios = errors_of(z, near, exact)
+            if not max(ratios) <= ALLOWED:
+                failures.append(f"{example.name}: z {ratios} of TF32's error")
+            scalars = [2.0] * example.scalars
+            wanted = example.reference(exact, operands, scalars)
+            of_tf32 = example.reference(near, operands, scalars)
+            judge(failures, example.name, [(out, wanted, of_tf32, "out")], SMALL)
+        if not is_untouched(frame, out):
+            failures.append(f"{example.name}: wrote outside the result")
 
 
 def special_values(failures: list[str]) -> None:

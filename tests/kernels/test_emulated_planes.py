@@ -11,13 +11,15 @@ import pytest
 from checks import passes
 from emulator.device import EmulatedGpu, in_place_of_cuda
 
+from benchmarks import linear_sm90, sm90
+
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     made = EmulatedGpu(90, multiprocessors=4)
-    in_place_of_cuda(made, monkeypatch, (checks, planes_checks))
+    in_place_of_cuda(made, monkeypatch, (checks, linear_sm90, planes_checks, sm90))
     return made
 
 
@@ -29,6 +31,7 @@ def small(choose: random.Random) -> tuple[int, int, int]:
     return choose.randint(1, 300), choose.randint(1, 300), choose.randint(1, 200)
 
 
+@pytest.mark.slow
 def test_products_of_planes() -> None:
     passes(planes_checks.products, 70, 90, 200)
 
@@ -42,6 +45,21 @@ def test_random_sizes_and_epilogues(form: tuple[bool, bool]) -> None:
 @pytest.mark.slow
 def test_several_tiles_of_a_block() -> None:
     passes(planes_checks.sweep, 4, 1, lambda choose: (choose.randint(500, 700), 530, 40))
+
+
+@pytest.mark.slow
+def test_the_contract_on_data_that_breaks_planes() -> None:
+    passes(planes_checks.contract, 40, 48, 64)
+
+
+@pytest.mark.slow
+def test_the_contract_on_more_k() -> None:
+    passes(planes_checks.contract, 40, 48, 1024)
+
+
+@pytest.mark.slow
+def test_repairs() -> None:
+    passes(planes_checks.repairs)
 
 
 @pytest.mark.slow
