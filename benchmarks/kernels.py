@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fx_fuser.kernels import planes
 from fx_fuser.native import binaries, compilers, limits, load, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec
@@ -216,15 +217,13 @@ class Plane:
     values: Tensor
     facts: Tensor
 
-    _FACTS = 2 + 2048  # kPlaneFactWords
-
     @classmethod
     def room(cls, matrix: Tensor) -> Plane:
         """Rows or columns of the matrix are adjacent."""
         lines, length = matrix.shape if matrix.stride(1) == 1 else reversed(matrix.shape)
         pitch = -(-length // 8) * 8
         values = matrix.new_empty((lines, pitch), dtype=torch.float16)
-        return cls(matrix, values, matrix.new_empty(cls._FACTS, dtype=torch.int32))
+        return cls(matrix, values, matrix.new_empty(planes.FACT_WORDS, dtype=torch.int32))
 
     def turned(self) -> Plane:
         """Of the transposed matrix: the same memory."""

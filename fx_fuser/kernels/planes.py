@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
 from fx_fuser.kernels.base import Case, Kernel, example
@@ -29,6 +30,33 @@ def linear_planes(along_x: bool, along_weight: bool) -> Family:
         (int(along_x), int(along_weight)),
         "FX_FUSER_LINEAR_PLANES_COMMON",
     )
+
+
+# By whether k are adjacent in a, and in b, of a bᵀ.
+PLANES_GEMMS = {
+    (along_a, along_b): kernel_spec(
+        Epilogue(), {"z": torch.float32}, (), torch.float32, linear_planes(along_a, along_b)
+    )
+    for along_a in (True, False)
+    for along_b in (True, False)
+}
+FACT_WORDS = 2 + 2048  # kPlaneFactWords of kernels_cu/host/planes.h
+
+
+def is_along(matrix: Tensor) -> bool:
+    """Are its columns adjacent, not its rows?"""
+    return matrix.shape[1] == 1 or matrix.stride(1) == 1
+
+
+def plane_elements(matrix: Tensor) -> int:
+    """Of fp16: lines of whole vectors, and what is known of them."""
+    lines, length = matrix.shape if is_along(matrix) else reversed(matrix.shape)
+    return lines * (-(-length // 8) * 8) + 2 * FACT_WORDS
+
+
+def has_plane(matrix: Tensor) -> bool:
+    is_matrix = matrix.ndim == 2 and matrix.dtype == torch.float32
+    return is_matrix and (is_along(matrix) or matrix.stride(0) == 1)
 
 
 class Planes(Kernel):

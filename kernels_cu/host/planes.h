@@ -27,8 +27,8 @@ struct PlaneKernels {
 };
 
 int64_t load_planes(const Sources& from) {
-  return keep<>(from, std::make_unique<PlaneKernels>(
-                          PlaneKernels::of(load_library(from.cubins.at(0)), from.device)));
+  return keep<PlaneKernels>(from, std::make_unique<PlaneKernels>(PlaneKernels::of(
+                                      load_library(from.cubins.at(0)), from.device)));
 }
 const AddLoader kPlanesLoader("planes", load_planes);
 
