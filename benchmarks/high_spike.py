@@ -21,10 +21,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import harness, high_accuracy, kernels
-from benchmarks.kernels import Plane
+from benchmarks import harness, high_accuracy
 from benchmarks.linear_dense_sm90 import IDENTITY
 from benchmarks.measure import float32_settings, machine
+from benchmarks.planes import Plane, make_plane, multiply_planes
 from benchmarks.sm90 import CUDA, normal, relative, worst_row
 from fx_fuser.kernels.planes import MAKE_PLANE, linear_planes
 from fx_fuser.native import load
@@ -97,7 +97,7 @@ class Times:
 
 def made(matrix: Tensor) -> Plane:
     plane = Plane.room(matrix)
-    assert kernels.make_plane(MAKE_PLANE, plane)
+    assert make_plane(MAKE_PLANE, plane)
     return plane
 
 
@@ -108,7 +108,7 @@ def spec_of(along_x: bool, along_weight: bool) -> KernelSpec:
 def multiply(a: Plane, b: Plane, out: Tensor) -> Tensor:
     """a bᵀ in fp32, from planes as they lie."""
     spec = spec_of(*(plane.matrix.stride(1) == 1 for plane in (a, b)))
-    assert kernels.multiply_planes(spec, a, b, out)
+    assert multiply_planes(spec, a, b, out)
     return out
 
 
@@ -141,7 +141,7 @@ def measure(linear: Linear) -> Times:
         )
         ways[product, "ours"] = functools.partial(multiply, *of_planes[product], of_ours)
     for name, plane in planes.items():
-        ways["plane", name] = functools.partial(kernels.make_plane, MAKE_PLANE, plane)
+        ways["plane", name] = functools.partial(make_plane, MAKE_PLANE, plane)
         # One pass, with a scale that is known: what a guess or the producer's epilogue would cost.
         ways["one pass", name] = functools.partial(
             Plane.room(plane.matrix).fp16().copy_, plane.matrix
@@ -164,8 +164,7 @@ def measure(linear: Linear) -> Times:
 
 
 def of_step(step: Step, known: dict[Linear, Times]) -> dict[str, float]:
-    """ms of all gemms, of all planes, and of the faster gemm on planes each time: ours has no
-    chunks of k yet, without which a small gradient of a weight leaves most of the GPU idle."""
+    """ms of all gemms, of all planes, and of the faster gemm on planes each time."""
     total = dict.fromkeys(("TF32", "cuBLAS fp16", "ours", "best", "plane", "one pass"), 0.0)
     for linear in step.linears:
         times = known[linear]
@@ -200,8 +199,8 @@ def errors(failures: list[str]) -> list[list[object]]:
             ratios = [mine / max(*others, 1e-30) for *others, mine in found]
             lost = any(plane.has_lost for plane in planes)
             rows.append([k, name, *found[0], *ratios, "lost" if lost else ""])
-            if not lost and not max(ratios) <= high_accuracy.ALLOWED:
-                failures.append(f"{name}, K = {k}: {max(ratios):.3f} of TF32's error, nothing lost")
+            if not max(ratios) <= high_accuracy.ALLOWED:
+                failures.append(f"{name}, K = {k}: {max(ratios):.3f} times TF32's error")
     return rows
 
 
@@ -273,8 +272,8 @@ def main() -> int:
     texts += text_of(steps, known)
     if steps and steps[0] is STEPS[0]:
         ms = of_step(steps[0], known)
-        ratio = ms["TF32"] / (ms["best"] + ms["plane"])
-        texts.append(f"{'go' if ratio >= GO else 'kill'}: {ratio:.2f} of {GO}, best + plane")
+        ratio = ms["TF32"] / (ms["ours"] + ms["plane"])
+        texts.append(f"{'go' if ratio >= GO else 'kill'}: {ratio:.2f} of {GO}, ours + plane")
     return harness.report(texts, failures)
 
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fx_fuser.kernels import planes
 from fx_fuser.native import binaries, compilers, limits, load, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec
@@ -128,7 +127,7 @@ def linear_split_choice(
     return SplitChoice(chunks, bool(weight_first), ours, library)
 
 
-def _taken(op: str, spec: KernelSpec, out: Tensor, *arguments: Any) -> bool:
+def taken(op: str, spec: KernelSpec, out: Tensor, *arguments: Any) -> bool:
     """Does the kernel take the call?"""
     handle = load.handle_of(spec, out)
     if handle == load.NO_KERNEL:
@@ -159,7 +158,7 @@ def linear_dense(
 
     Returns, raises: as `linear_split`.
     """
-    return _taken("linear_dense", spec, out, x, weight, bias, out, z, operands, scalars)
+    return taken("linear_dense", spec, out, x, weight, bias, out, z, operands, scalars)
 
 
 def linear_unaligned(
@@ -184,7 +183,7 @@ def linear_unaligned(
 
     Returns, raises: as `linear_split`.
     """
-    return _taken("linear_unaligned", spec, out, x, weight, bias, out, z, operands, scalars)
+    return taken("linear_unaligned", spec, out, x, weight, bias, out, z, operands, scalars)
 
 
 def linear_combs(
@@ -203,89 +202,7 @@ def linear_combs(
 
     Returns, raises: as `linear_split`.
     """
-    return _taken("linear_combs", spec, out, x, weight, None, out, None, [], scalars)
-
-
-@dataclass(frozen=True)
-class Plane:
-    """A matrix in fp16 times a power of two, as it lies in memory; kernels_cu/linear has what else.
-
-    values: [lines, pitch]. facts: the exponent and whether values were lost, then room.
-    """
-
-    matrix: Tensor
-    values: Tensor
-    facts: Tensor
-
-    @classmethod
-    def room(cls, matrix: Tensor) -> Plane:
-        """Rows or columns of the matrix are adjacent."""
-        lines, length = matrix.shape if matrix.stride(1) == 1 else reversed(matrix.shape)
-        pitch = -(-length // 8) * 8
-        values = matrix.new_empty((lines, pitch), dtype=torch.float16)
-        return cls(matrix, values, matrix.new_empty(planes.FACT_WORDS, dtype=torch.int32))
-
-    def turned(self) -> Plane:
-        """Of the transposed matrix: the same memory."""
-        return Plane(self.matrix.mT, self.values, self.facts)
-
-    def fp16(self) -> Tensor:
-        """The plane in the matrix's layout, without what is behind its lines."""
-        rows, columns = self.matrix.shape
-        if self.matrix.stride(1) == 1:
-            return self.values[:, :columns]
-        return self.values[:, :rows].mT
-
-    @property
-    def exponent(self) -> int:
-        return int(self.facts[0])
-
-    @property
-    def has_lost(self) -> bool:
-        return bool(self.facts[1] != 0)
-
-
-def make_plane(spec: KernelSpec, plane: Plane) -> bool:
-    """Makes the plane and its facts of the matrix.
-
-    Args:
-        spec: `fx_fuser.kernels.planes.MAKE_PLANE`.
-
-    Returns, raises: as `linear_split`.
-    """
-    return _taken("make_plane", spec, plane.values, plane.matrix, plane.values, plane.facts)
-
-
-def linear_planes(
-    spec: KernelSpec,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    z: Tensor | None,
-    operands: Sequence[Tensor],
-    scalars: Sequence[float],
-    chunks: int = 0,
-) -> bool:
-    """As `linear_split`, in fp32 and as exact as TF32. Makes both planes.
-
-    Args:
-        spec: a kernel of `fx_fuser.kernels.planes.linear_planes`, see
-            kernels_cu/linear/linear_planes_sm90.cuh. Its family says whether k or rows are
-            adjacent, of x and of the weight.
-        x: [*, K]. weight: [N, K].
-        bias, out, z, operands, scalars: as `linear_split`'s; columns of out and z are adjacent.
-        chunks: as `linear_split`'s.
-
-    Returns, raises: as `linear_split`.
-    """
-    return _taken("linear_planes", spec, out, x, weight, bias, out, z, operands, scalars, chunks)
-
-
-def multiply_planes(spec: KernelSpec, x: Plane, weight: Plane, out: Tensor) -> bool:
-    """As `linear_planes`, with an epilogue of no operands, from planes that are made."""
-    left, right = ([p.matrix, p.values, p.facts] for p in (x, weight))
-    return _taken("multiply_planes", spec, out, left, right, out)
+    return taken("linear_combs", spec, out, x, weight, None, out, None, [], scalars)
 
 
 def conv_direct(
@@ -528,7 +445,7 @@ def attention_split(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tensors = q, k, v, out, lse
-    return _taken("attention_split", spec, out, *tensors, scale, is_causal, seed, dropout)
+    return taken("attention_split", spec, out, *tensors, scale, is_causal, seed, dropout)
 
 
 def attention_backward(
@@ -564,4 +481,4 @@ def attention_backward(
     of_queries = torch.empty(batches, heads, padded, 4, device=q.device)  # kAttentionQueryFloats
     tensors = [q, k, v, out, lse, d_out, of_queries]
     given = scale, is_causal, seed, dropout
-    return _taken("attention_backward", spec, out, tensors, list(to), *given)
+    return taken("attention_backward", spec, out, tensors, list(to), *given)

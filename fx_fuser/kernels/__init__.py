@@ -18,7 +18,7 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import attention, head_loss
+from fx_fuser.kernels import attention, head_loss, planes
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
 from fx_fuser.kernels.depthwise import Depthwise
@@ -26,7 +26,6 @@ from fx_fuser.kernels.direct import Direct
 from fx_fuser.kernels.exact import Exact
 from fx_fuser.kernels.folded import Folded
 from fx_fuser.kernels.implicit import Implicit
-from fx_fuser.kernels.planes import Planes
 from fx_fuser.kernels.pointwise import Library
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
 from fx_fuser.kernels.split import Split, check_split_loop, reset_fallback
@@ -40,7 +39,6 @@ _ALL = (
     Split(),
     Dense(),
     Exact(),
-    Planes(),
     Unaligned(),
     Folded(),
     Stem(),
@@ -98,7 +96,7 @@ def families(operands: Operands, config: Config) -> tuple[Family, ...]:
 def examples(arch: str) -> list[KernelSpec]:
     """What CI compiles for an architecture, of each kernel the one that stands for all first."""
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
-    return [*of_sites, *attention.examples(arch), *head_loss.examples()]
+    return [*of_sites, *attention.examples(arch), *head_loss.examples(), *planes.examples(arch)]
 
 
 def unavailable(device: torch.device | str | int) -> str | None:

@@ -11,11 +11,17 @@ __device__ __forceinline__ bool has_lost(const LinearPlanesArgs& args) {
   return (args.x_facts->lost | args.weight_facts->lost) != 0;
 }
 
+template <class Layout>
+struct Doubts {
+  static constexpr int kWords = doubt_words(Layout::kIs);
+  static constexpr int kOfTile = doubts_of_tile(Layout::kIs);
+};
+
 // Where a lane of four has its words of a warp's subtile.
 template <class Layout>
 __device__ __forceinline__ int64_t first_doubt(int64_t block_of_tile, int warp, int subtile,
                                                int lane) {
-  constexpr int kWords = doubt_words(Layout::kIs);
+  constexpr int kWords = Doubts<Layout>::kWords;
   return (((block_of_tile * 8 + warp) * Layout::kSubtiles + subtile) * 4 + lane) * kWords;
 }
 
@@ -25,7 +31,7 @@ template <class Layout>
 __device__ __forceinline__ void note_doubts(
     const LinearPlanesArgs& args, int index,
     const float (&sum)[Layout::kSubtiles][Layout::kSumsOfSubtile]) {
-  constexpr int kWords = doubt_words(Layout::kIs);
+  constexpr int kWords = Doubts<Layout>::kWords;
   static_assert(Layout::kSumsOfSubtile == 64 * kWords);
   const auto tile = Layout::tile_at(args, index);
   const int lane = threadIdx.x % 32;
@@ -134,8 +140,8 @@ __device__ __forceinline__ void repair(const LinearPlanesArgs& args) {
   static_assert(std::is_same_v<In, float>);
   if (!has_lost(args)) return;
   using Layout = dense::Layout<kShape>;
-  constexpr int kWords = doubt_words(Layout::kIs);
-  constexpr int kOfTile = doubts_of_tile(Layout::kIs);
+  constexpr int kWords = Doubts<Layout>::kWords;
+  constexpr int kOfTile = Doubts<Layout>::kOfTile;
   const PlainRow<Epilogue, kScalars, Out, std::index_sequence_for<Operand...>, Operand...> row{
       args};
   const int lane = threadIdx.x % 32;

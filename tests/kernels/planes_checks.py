@@ -19,11 +19,11 @@ from checks import (
 )
 from torch import Tensor
 
-from benchmarks import kernels
+from benchmarks import planes as launched
 from benchmarks.high_accuracy import ALLOWED, families, scale_of, to_tf32
 from benchmarks.high_accuracy import Plane as Emulated
-from benchmarks.kernels import Plane
 from benchmarks.linear_dense_sm90 import IDENTITY, OPERANDS, SILU_MUL, SWISH, Example
+from benchmarks.planes import Plane
 from benchmarks.sm90 import CUDA, relative, worst_row
 from fx_fuser.kernels.planes import MAKE_PLANE, linear_planes
 
@@ -36,7 +36,7 @@ def made(matrix: Tensor) -> Plane:
     plane = Plane.room(matrix)
     plane.values.fill_(NAN)
     plane.facts.fill_(-1)
-    assert kernels.make_plane(MAKE_PLANE, plane), f"{tuple(matrix.shape)} was refused"
+    assert launched.make_plane(MAKE_PLANE, plane), f"{tuple(matrix.shape)} was refused"
     return plane
 
 
@@ -114,7 +114,7 @@ def run(
     scalars = [2.0] * example.scalars if scalars is None else scalars
     spec = example.spec(torch.float32, linear_planes(*form))
     given = x, weight, bias, out, z, operands or [], scalars, chunks
-    taken = kernels.linear_planes(spec, *given)
+    taken = launched.linear_planes(spec, *given)
     assert taken, f"{x.shape} {x.stride()} by {weight.shape} {weight.stride()} was refused"
     return out
 
