@@ -26,6 +26,7 @@ from benchmarks.linear_dense_sm90 import IDENTITY, OPERANDS, SILU_MUL, SWISH, Ex
 from benchmarks.planes import Plane
 from benchmarks.sm90 import CUDA, relative, worst_row
 from fx_fuser.kernels.planes import MAKE_PLANE, linear_planes
+from fx_fuser.native import load
 
 INF, NAN = float("inf"), float("nan")
 FORMS = ((True, True), (True, False), (False, False), (False, True))  # x, weight: k adjacent?
@@ -137,6 +138,7 @@ def sweep(
     forms: tuple[tuple[bool, bool], ...] = FORMS,
 ) -> None:
     """Random sizes, orders, pitches, operands and outputs; nothing beside the result is written."""
+    load.prepare([e.spec(torch.float32, linear_planes(*f)) for e in examples for f in forms], CUDA)
     choose = random.Random(seed)
     torch.manual_seed(seed)
     for case in range(cases):
