@@ -207,6 +207,7 @@ NAMED = {
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
     "ops.library": {"attention", "attention_bias", "folded", "unaligned"},
+    "ops.plain": {"planes"},  # how much memory a plane takes
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention", "attention_bias"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
@@ -220,6 +221,7 @@ NAMED = {
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.head_loss.__init__": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
+    "passes.planes.__init__": {"planes"},
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},
     "passes.unaligned": {"unaligned"},
