@@ -18,7 +18,8 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import attention, attention_bias, head_loss, planes
+from fx_fuser.kernels import attention, head_loss, planes
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
 from fx_fuser.kernels.depthwise import Depthwise

@@ -24,7 +24,7 @@ from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
 
 from benchmarks import attention_kernels
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 NAMES = "dq", "dk", "dv", "dbias"
