@@ -229,6 +229,8 @@ def refusals(failures: list[str]) -> None:
         ("a bias whose address is not aligned", (q, k, v, shifted)),
         ("one row of bias for all queries", (q, k, v, bias[:, :, :1].expand_as(bias))),
         ("elements of a bias that are not adjacent", (q, k, v, bias.mT)),
+        ("queries that batches share", (q[:1].expand_as(q), k, v, bias)),
+        ("keys that batches share", (q, k[:1].expand_as(k), v, bias)),
         ("d too large", long),
         ("d no multiple of 8", short),
     ):
