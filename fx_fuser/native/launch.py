@@ -15,7 +15,7 @@ from torch import Tensor
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 
-PLAIN = (1.0, 0.0, 0.0)  # `fx_fuser.kernels.head_loss.Tail` of logits as they are
+PLAIN = (1.0, 0.0, 0.0)  # `fx_fuser.graph.read.heads.PLAIN`, which this package does not import
 
 _ops = torch.ops.fx_fuser_native
 
@@ -79,7 +79,7 @@ def head_loss(
         labels: [rows], int64, contiguous.
         losses: [rows], float32, contiguous.
         scale: one number, float32.
-        tail: `fx_fuser.kernels.head_loss.Tail`, which `spec` must have, too.
+        tail: `fx_fuser.graph.read.heads.Tail`, which `spec` must have, too.
 
     Raises:
         BuildError: the kernel does not compile or load.

@@ -43,6 +43,10 @@ __device__ __forceinline__ void feed_forward(const BiasAttentionArgs& args,
   }
 }
 
+// Keys whose logits all lie below are hidden, as by -inf: a mask may be the least number of bf16,
+// whose product with log2(e) overflows, and which rounds by far more than an exponent can be.
+constexpr float kFarthest = -1048576.0f;
+
 // Of a thread's two rows: all that softmax keeps from tile to tile.
 struct RowState {
   float largest[2];  // logit
@@ -62,8 +66,9 @@ struct RowState {
       const float before = largest[r];
       largest[r] = fmaxf(before, largest_of_row(high));
       // Where all keys so far are hidden, weights are 0.
-      offset[r] = largest[r] == minus_infinity() ? 0 : largest[r] * kLog2OfE;
-      rescale[r] = ptx::exp2(fmaf(before, kLog2OfE, -offset[r]));
+      const float shift = fmaxf(largest[r], kFarthest);
+      offset[r] = shift * kLog2OfE;
+      rescale[r] = ptx::exp2((before - shift) * kLog2OfE);  // 1 where the largest stays
     }
     float of_tile[2] = {0, 0};
 #pragma unroll

@@ -46,15 +46,17 @@ int64_t load_attention_bias(const Sources& from) {
 }
 const AddLoader kAttentionBiasLoader("attention_bias", load_attention_bias);
 
-// May TMA bring boxes of it? A dimension that is expanded has one line, but rows must be there.
-bool has_boxes(const Tensor& tensor) {
+// May TMA bring boxes of it? expanded: its first dimensions that may be. The map has one line of
+// these.
+bool has_boxes(const Tensor& tensor, int64_t expanded = 0) {
   if (!is_aligned(tensor.data_ptr()) || stride_along(tensor, 3) != 1) return false;
   constexpr int64_t kVector = 8;
   for (int64_t d = 0; d < 3; ++d) {
     const int64_t stride = tensor.stride(d);
-    if (tensor.size(d) > 1 && (stride < 0 || stride % kVector != 0)) return false;
+    const bool is_there = stride > 0 || (stride == 0 && d < expanded);
+    if (tensor.size(d) > 1 && (!is_there || stride % kVector != 0)) return false;
   }
-  return tensor.size(2) == 1 || tensor.stride(2) > 0;
+  return true;
 }
 
 // What an expanded dimension has in memory.
@@ -131,7 +133,8 @@ struct AttentionBiasCall {
     if (d > d_of_shape || d % 8 != 0 || q.size(2) == 0 || k.size(2) == 0 || !std::isfinite(scale)) {
       return false;
     }
-    for (const Tensor* tensor : {&q, &k, &v, &bias}) {
+    if (!has_boxes(bias, 2)) return false;
+    for (const Tensor* tensor : {&q, &k, &v}) {
       if (!has_boxes(*tensor)) return false;
     }
     for (const Tensor* tensor : others) {

@@ -205,6 +205,29 @@ def hard_biases(failures: list[str], shape: int, keys: int = 197) -> None:
             judge(failures, f"{what}, {dtype}, shape {shape}", (q, k, v, pitched(changed)), d**-0.5)
 
 
+def far_below(failures: list[str], shape: int, keys: int = 197) -> None:
+    """Masks of large numbers instead of -inf, for a tile of keys, for all but one and for all: a
+    row is right, and 0 where it sees none."""
+    torch.manual_seed(5)
+    d = attention_bias.SHAPES[shape][0]
+    q, k, v, bias = operands(Sizes(1, 1, 70, keys, d), torch.bfloat16)
+    spec = attention_bias.spec_for(d, q.dtype)
+    assert spec is not None
+    for least in (torch.finfo(q.dtype).min, -2.2e38, -1e9):
+        masked, hidden = bias.clone(), bias.clone()
+        for made, by in ((masked, least), (hidden, -torch.inf)):
+            made[..., 5, :128] = by
+            made[..., 6, :-1] = by
+            made[..., 7, :] = by
+        (out, lse), (right, logarithms) = (
+            (torch.full_like(q, torch.nan), torch.zeros(1, 1, 70, device=CUDA)) for _ in range(2)
+        )
+        for to, of, given in ((out, lse, masked), (right, logarithms, hidden)):
+            assert attention_kernels.attention_bias(spec, (q, k, v, pitched(given)), to, of)
+        if not (torch.equal(out, right) and torch.equal(lse, logarithms)):
+            failures.append(f"a mask of {least} differs from -inf, shape {shape}")
+
+
 def not_numbers(failures: list[str], shape: int) -> None:
     """A row with NaN or infinity is NaN, and no other."""
     d = attention_bias.SHAPES[shape][0]
@@ -229,6 +252,8 @@ def refusals(failures: list[str]) -> None:
         ("a bias whose address is not aligned", (q, k, v, shifted)),
         ("one row of bias for all queries", (q, k, v, bias[:, :, :1].expand_as(bias))),
         ("elements of a bias that are not adjacent", (q, k, v, bias.mT)),
+        ("queries that batches share", (q[:1].expand_as(q), k, v, bias)),
+        ("keys that batches share", (q, k[:1].expand_as(k), v, bias)),
         ("d too large", long),
         ("d no multiple of 8", short),
     ):

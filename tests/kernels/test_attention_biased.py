@@ -23,6 +23,7 @@ def test_random_sizes_and_strides(shape: int) -> None:
     "check",
     [
         attention_bias_checks.hard_biases,
+        attention_bias_checks.far_below,
         attention_bias_checks.not_numbers,
         attention_bias_checks.repeats,
     ],

@@ -41,6 +41,10 @@ def test_hard_biases(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_bias_checks.hard_biases, shape)
 
 
+def test_masks_of_large_numbers(gpu: EmulatedGpu) -> None:
+    passes(attention_bias_checks.far_below, 0)
+
+
 @pytest.mark.slow
 @shapes
 def test_not_numbers(gpu: EmulatedGpu, shape: int) -> None:

@@ -8,6 +8,7 @@ KEPT, STAYING = "ops/head_kept.py", "tests/passes/test_head_kept.py"
 LEFT = "tests/passes/test_head_loss_left.py"
 PARTS, REWRITE = "passes/head_loss/parts.py", "passes/head_loss/rewrite.py"
 PIECES = "tests/passes/test_head_pieces.py"
+LENGTHS = "tests/passes/test_head_lengths.py"
 
 
 def _left(
@@ -21,6 +22,13 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("class weights", 'if given["weight"] is not None:', "class_weights", of=PARTS),
     _left(
         "label smoothing below 1", "<= smoothing < 1.0:", "smoothed_away", "<= smoothing:", PARTS
+    ),
+    (
+        "heads: all rows for each length",
+        PARTS,
+        "return statically_known_true(made == used)",
+        "return hint_of(made) == hint_of(used)",
+        (f"{LENGTHS}::test_of_some_tokens[False]",),
     ),
     _left("several losses", "if len(losses) > 1:", "two_losses_and_a_penalty", of=PARTS),
     _left(
@@ -100,7 +108,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if _is_written(view, head, output):",
         "written_behind",
     ),
-    _left("all rows of what is returned", "if made != used:", "some_rows_of_what_is_returned"),
+    _left(
+        "all rows of what is returned", "if not reads_all(head):", "some_rows_of_what_is_returned"
+    ),
     _left(
         "something wants a gradient",
         "if not value_of(loss).requires_grad:",

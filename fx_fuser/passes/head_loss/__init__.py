@@ -49,7 +49,7 @@ from fx_fuser.native import load
 from fx_fuser.ops.head_kept import Returned
 from fx_fuser.ops.head_loss import OPERANDS, pieces_of, width_of
 from fx_fuser.options import Options
-from fx_fuser.passes.head_loss.parts import Stays, heads_of, parts_of
+from fx_fuser.passes.head_loss.parts import Stays, heads_of, parts_of, reads_all
 from fx_fuser.passes.head_loss.rewrite import rewrite
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
@@ -197,8 +197,7 @@ def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -
     results = output.args[0]  # of DDPOptimizer's graphs perhaps one alone
     if not isinstance(results, (tuple, list)) or not all(isinstance(n, Node) for n in results):
         raise Stays("the graph's results are not a list of values")
-    made, used = (hint_of(value_of(n).numel()) for n in (head.logits[0], head.nodes[1]))
-    if made != used:  # the kernels want rows one behind the other
+    if not reads_all(head):  # the kernels want rows one behind the other
         raise Stays("the loss reads some rows of logits that others read as well")
     if _is_written(view, head, output):
         raise Stays("something is written behind its Linear")

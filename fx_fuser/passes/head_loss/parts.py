@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.graph.read.expr import is_number
 from fx_fuser.graph.read.heads import (
@@ -99,7 +100,7 @@ def parts_of(view: View, heads: dict[Node, Head]) -> Parts:
     tail = head.tails[-1]._replace(smoothing=given.smoothing)
     if len(heads) == 1:
         return Parts(loss, given, given.labels, tail, head.steps, loss)
-    are_whole = all(map(_reads_all, heads.values()))
+    are_whole = all(map(reads_all, heads.values()))
     if not are_whole and any(_moves(one) != _moves(head) for one in heads.values()):
         raise Stays("a log-sum-exp reads other rows of its logits")
     labels = _made_of(given.labels)
@@ -109,9 +110,10 @@ def parts_of(view: View, heads: dict[Node, Head]) -> Parts:
     return Parts(loss, given, labels[-1], tail, () if are_whole else head.steps, at)
 
 
-def _reads_all(head: Head) -> bool:
-    made, used = (hint_of(value_of(n).numel()) for n in (head.logits[0], head.nodes[1]))
-    return made == used
+def reads_all(head: Head) -> bool:
+    """Does it surely read all rows of the Linear's logits, however many there are?"""
+    made, used = (value_of(n).numel() for n in (head.logits[0], head.nodes[1]))
+    return statically_known_true(made == used)
 
 
 def _moves(head: Head) -> tuple[Step, ...]:
