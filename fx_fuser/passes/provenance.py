@@ -201,12 +201,14 @@ class Passes:
     """The passes that Inductor is to run over the graphs it makes of Dynamo's graph.
 
     narrow: as of `Provenance`. kernels: GPU → the passes' kernels; None if there is to be no pass.
+    biased_alone: is that over 16-bit attention with a bias the only one?
     """
 
     options: Options
     inputs: Sequence[Any]
     narrow: tuple[torch.dtype, ...]
     kernels: Mapping[torch.device, Sequence[KernelSpec]] | None
+    biased_alone: bool = False
 
     @classmethod
     def over(cls, gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Passes:
@@ -221,12 +223,17 @@ class Passes:
             ]
             for device, specs in kernels.items()
         }
+        if kernels is None:
+            kernels = biased.kernels_for(gm, options, inputs)
+            return cls(options, inputs, narrow, kernels, kernels is not None)
         return cls(options, inputs, narrow, kernels)
 
     def load(self) -> dict[str, Any]:
         """Inductor's setting → pass. Compiles and loads their kernels."""
         if self.kernels is None:
             return {}
+        if self.biased_alone:
+            return biased.alone(self.options, not self.kernels)
         last = products.pass_for(self.options, self.inputs, self.narrow)
         if last is None:
             return {}

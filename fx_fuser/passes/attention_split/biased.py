@@ -4,8 +4,11 @@ kernels where faster.
 A trained bias leaves torch its memory-efficient kernel alone, whose backward writes the bias's
 gradient of each batch and head; what shares the bias is summed behind it. Both are replaced, apart
 as in `fx_fuser.passes.attention_split`, by functions of `fx_fuser.ops.attention_bias`: the backward
-with the sum, where nothing else reads what is summed. Each is timed once beside torch's, for each
-sizes and strides.
+with the sum, where nothing else reads what is summed. In inference torch may have cuDNN's, whose
+bias need not be of all batches and heads: it is replaced, too. Each is timed once beside torch's,
+for each sizes and strides.
+
+Nets wholly in 16 bits have no other pass over Inductor's graphs; this one runs there by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 from fx_fuser.ops.attention_bias import BACKWARD, FORWARD, NO_GRADIENT, SUMMED, WHOLE
-from fx_fuser.ops.attention_split import LSE_ROWS
+from fx_fuser.ops.attention_split import LSE_ROWS, heads_like
+from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes.attention_split import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -39,13 +43,14 @@ from fx_fuser.passes.attention_split import (
     not_read,
 )
 from fx_fuser.passes.graph_pass import GraphPass, call, loaded
-from fx_fuser.planning import bench_ops, contest
+from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.attention_bias")
 
 _aten = torch.ops.aten
+CUDNN = _aten._scaled_dot_product_cudnn_attention.default
 # Function → the operation's arguments that it reads.
 _OPERANDS = "query", "key", "value", "attn_bias"
 _TENSORS = {FORWARD: _OPERANDS, BACKWARD: ("grad_out_", *_OPERANDS, "out", "logsumexp")}
@@ -58,7 +63,7 @@ class AttentionBias(GraphPass):
     """16-bit attention with a bias."""
 
     COUNTERS = COUNTERS
-    TARGETS: ClassVar[Sequence[Any]] = (ATTENTION, ATTENTION_BACKWARD)
+    TARGETS: ClassVar[Sequence[Any]] = (ATTENTION, ATTENTION_BACKWARD, CUDNN)
     KIND = "an attention with a bias"
 
     def settings(self) -> tuple[Any, ...]:
@@ -86,16 +91,50 @@ def behind(last: GraphPass) -> AttentionBias:
     return AttentionBias(last.strict, last.on_cpu, last)
 
 
+def alone(options: Options, on_cpu: bool) -> dict[str, Any]:
+    """Inductor's setting → the pass, in a graph without others."""
+    return {LAST_PASS: AttentionBias(options.strict, on_cpu, options.users_pass(LAST_PASS))}
+
+
+def kernels_for(
+    gm: GraphModule, options: Options, inputs: Sequence[Any]
+) -> dict[torch.device, list[KernelSpec]] | None:
+    """GPU → the kernels that the pass may ask for in a graph without others; None if it is to have
+    no pass, as no attention of it has a bias. gm: the untouched graph. inputs: its own."""
+    if options.inner != "inductor" or not options.grows or not any(map(_has_bias, _nodes_of(gm))):
+        return None
+    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in attention_bias.DTYPES]
+    used = {value.device for value in tensors if value.device.type == "cuda"}
+    if any(plan.unavailable(device) is not None for device in used):
+        return None
+    some = attention_bias.offered()[0]
+    on_cuda = {device for device in used if load.runs_on(some, device)}
+    if not on_cuda and (used or not (tensors and options.cpu_ops)):
+        return None
+    return {device: foreseen(gm, device) for device in on_cuda}
+
+
+def _nodes_of(gm: GraphModule) -> Iterator[Node]:
+    return (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+
+
+def _has_bias(node: Node) -> bool:
+    """May a kernel of this attention be one with a bias?"""
+    if node.op != "call_function" or node.target not in ATTENTIONS:
+        return False
+    return isinstance(argument_of(node, 3, "attn_mask"), Node)
+
+
 def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
     """The kernels that the pass may ask for, to be compiled beside others before it does."""
-    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
-    found = dict.fromkeys(spec for node in nodes for spec in _foreseen_at(node, device))
+    found = dict.fromkeys(spec for node in _nodes_of(gm) for spec in _foreseen_at(node, device))
     return [spec for spec in found if load.runs_on(spec, device)]
 
 
 def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
-    """For a bias without gradient torch has a faster kernel than the one that the pass replaces."""
-    if node.op != "call_function" or node.target not in ATTENTIONS:
+    """Of a bias that is learned: of others, masks, torch's cuDNN may be as fast, and a kernel that
+    gains is compiled when it is timed."""
+    if not _has_bias(node):
         return
     given = (argument_of(node, i, name) for i, name in ((0, "query"), (3, "attn_mask")))
     query, mask = (meta_tensor(n) if isinstance(n, Node) else None for n in given)
@@ -134,13 +173,15 @@ class Site:
     @classmethod
     def of(cls, node: Node, on_cpu: bool) -> Site | None:
         """Of this node; None where torch's operation stays."""
-        function = FORWARD if node.target is ATTENTION else BACKWARD
+        function = BACKWARD if node.target is ATTENTION_BACKWARD else FORWARD
         given, items = arguments_of(node), items_of(node)
         if items is None or not _is_plain(given) or not _makes(items, given):
             return None
         tensors = {name: given[name] for name in _TENSORS[function]}
         forms = _forms(tensors, "cpu" if on_cpu else "cuda")
-        if forms is None or not _fit(forms):
+        if forms is None or not _fit(forms, node.target is CUDNN):
+            return None
+        if node.target is CUDNN and not _is_inference(items, node):
             return None
         bias, d = forms["attn_bias"], forms["query"].size[-1]
         shared = tuple(i for i in (0, 1) if bias.size[i] > 1 and bias.stride[i] == 0)
@@ -171,7 +212,15 @@ class Site:
     def gains(self) -> bool:
         """Is it faster than torch's, at these sizes and strides?"""
         forms = (f"{name} {form}" for name, form in self.forms.items())
-        key = (self.function, *forms, self.scale, self.causal, self.of_bias, _LSE in self.items)
+        key = (
+            self.function,
+            str(self.node.target),
+            *forms,
+            self.scale,
+            self.causal,
+            self.of_bias,
+            _LSE in self.items,
+        )
         found = contest.times(key, self._candidates, self.device)
         if isinstance(found, str):
             return False
@@ -192,6 +241,9 @@ class Site:
                 values[name].copy_(saved)
         given = self._call(self.function, [*values.values()], _LSE in self.items)
         runs = [functools.partial(op, *given) for op in (run.IN_TORCH, run.MANY)]
+        if self.node.target is CUDNN and self.device.type == "cuda":
+            few = [values[name] for name in _OPERANDS]
+            runs[0] = functools.partial(CUDNN, *few, False, 0.0, self.causal, scale=self.scale)
         bench_ops.compare(runs, self.function, self.forms["query"].dtype)
         return [*map(Candidate, runs)]
 
@@ -273,12 +325,25 @@ def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | N
     return found if is_one and dtypes <= {*attention_bias.DTYPES} else None
 
 
-def _fit(forms: Mapping[str, TensorForm]) -> bool:
-    """Are these one attention's, with something in each?"""
+def _is_inference(items: Mapping[int, Node], node: Node) -> bool:
+    """Is the result all that is read of cuDNN's, and laid out as ours?  Its logarithms are not."""
+    if items.keys() != {0}:
+        return False
+    made, q = items[0].meta["val"], arguments_of(node)["query"].meta["val"]
+    with q.fake_mode:
+        like = heads_like(q, q.shape[2])
+    return (made.shape, made.stride()) == (like.shape, like.stride())
+
+
+def _fit(forms: Mapping[str, TensorForm], shares: bool = False) -> bool:
+    """Are these one attention's, with something in each?  shares: a bias may have one for all
+    batches or heads."""
     q, k, v, bias = (forms[name].size for name in _OPERANDS)
     if len(q) != 4 or k != v or (*k[:2], k[3]) != (*q[:2], q[3]) or 0 in (*q, *k):
         return False
-    if bias != (*q[:3], k[2]):
+    if len(bias) != 4 or bias[2:] != (q[2], k[2]):
+        return False
+    if any(n != of_q and not (shares and n == 1) for n, of_q in zip(bias, q[:2])):
         return False
     if "out" not in forms:
         return True
