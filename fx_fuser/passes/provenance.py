@@ -42,6 +42,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import attention_split, products
 from fx_fuser.passes.attention_split import biased
+from fx_fuser.passes.attention_split.biased import AttentionBias
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
 from fx_fuser.passes.graph_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
@@ -201,7 +202,7 @@ class Passes:
     """The passes that Inductor is to run over the graphs it makes of Dynamo's graph.
 
     narrow: as of `Provenance`. kernels: GPU → the passes' kernels; None if there is to be no pass.
-    biased_alone: is that over 16-bit attention with a bias the only one?
+    biased_alone: are those over 16-bit attention with a bias the only ones?
     """
 
     options: Options
@@ -233,7 +234,12 @@ class Passes:
         if self.kernels is None:
             return {}
         if self.biased_alone:
-            return biased.alone(self.options, not self.kernels)
+            given = self.options.strict, not self.kernels
+            first, final = map(self.options.users_pass, (JOINT_PASS, LAST_PASS))
+            return {
+                JOINT_PASS: AttentionDropout(*given, first),
+                LAST_PASS: AttentionBias(*given, final),
+            }
         last = products.pass_for(self.options, self.inputs, self.narrow)
         if last is None:
             return {}

@@ -19,10 +19,11 @@ from torch.fx import Graph, GraphModule
 
 from fx_fuser.kernels import attention_bias
 from fx_fuser.native import load
-from fx_fuser.options import EARLY_PASS, LAST_PASS, Options
+from fx_fuser.options import EARLY_PASS, JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import provenance
 from fx_fuser.passes.attention_split import ATTENTION, COUNTERS, biased
 from fx_fuser.passes.attention_split.biased import CUDNN, AttentionBias, Site
+from fx_fuser.passes.attention_split.dropout import AttentionDropout
 from fx_fuser.passes.graph_pass import call
 from fx_fuser.planning import contest, plan
 
@@ -136,10 +137,14 @@ def test_a_net_in_16_bits_has_the_pass() -> None:
     for strict in (False, True):
         options = Options(strict=strict, cpu_ops=True)
         found = provenance.Passes.over(gm, options, inputs)
-        assert found.kernels == {} and found.load() == {LAST_PASS: AttentionBias(strict, True)}
-    users = AttentionBias()
-    options = Options(cpu_ops=True, inductor={LAST_PASS: users})
-    assert provenance.Passes.over(gm, options, inputs).load()[LAST_PASS].before is users
+        given = strict, True
+        assert found.kernels == {} and found.load() == {
+            JOINT_PASS: AttentionDropout(*given), LAST_PASS: AttentionBias(*given)
+        }  # fmt: skip
+    users = {JOINT_PASS: AttentionBias(), LAST_PASS: AttentionBias(True)}
+    options = Options(cpu_ops=True, inductor=users)
+    loaded = provenance.Passes.over(gm, options, inputs).load()
+    assert {setting: own.before for setting, own in loaded.items()} == users
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_on_a_gpu_its_kernels_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
     found = provenance.Passes.over(gm, Options(), there)
     assert found.kernels == {GPU: [spec]}
-    assert found.load() == {LAST_PASS: AttentionBias()}
+    assert found.load() == {JOINT_PASS: AttentionDropout(), LAST_PASS: AttentionBias()}
     monkeypatch.setattr(load, "runs_on", lambda spec, device: False)  # of another GPU
     assert provenance.Passes.over(gm, Options(cpu_ops=True), there).kernels is None
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
@@ -229,7 +234,7 @@ def test_a_training_step_in_bf16(length: int) -> None:
     """Weights in bf16, no autocast."""
     model: nn.Module = Layers(length).bfloat16()
     x = torch.randn(BATCH, length, HEADS * D, dtype=torch.bfloat16)
-    passes = biased.alone(Options(strict=True), on_cpu=True)
+    passes = {LAST_PASS: AttentionBias(strict=True, on_cpu=True)}
     y = torch.compile(model, options=passes)(x)
     weight = torch.sin(torch.arange(y.numel())).view_as(y).bfloat16()
     found = [y, *torch.autograd.grad(y, [*model.parameters()], weight)]
