@@ -41,11 +41,11 @@ __device__ __forceinline__ void make_gradients(const BiasAttentionArgs& args,
   }
 }
 
-// The same of columns that are queries, of which lines of 16, swizzled, lie here. P is that which dv
-// is made of: without what is dropped.
+// The same of columns that are queries, of which lines of 16, swizzled, lie here. P is that which
+// dv is made of: without what is dropped.
 template <class L>
-__device__ __forceinline__ void make_both(const BiasAttentionArgs& args,
-                                          typename L::Shared& shared, const Place& place,
+__device__ __forceinline__ void make_both(const BiasAttentionArgs& args, typename L::Shared& shared,
+                                          const Place& place,
                                           const uint8_t (&of_queries)[kBiasOfQueries],
                                           float (&score)[L::kScores], float (&other)[L::kScores]) {
   Drops<L> drops{shared};

@@ -111,13 +111,10 @@ Tensor new_bias_gradient(const Tensor& q, const Tensor& bias, int64_t of_bias) {
   return new_strided(q, sizes.data(), strides.data(), sizes.size(), q.scalar_type());
 }
 
-std::optional<Made> make_attention_bias_backward(const Tensor& d_out, const Tensor& q,
-                                                 const Tensor& k, const Tensor& v,
-                                                 const Tensor& bias, const Tensor& out,
-                                                 const Tensor& lse, const std::string& kernel,
-                                                 double scale, bool is_causal, int64_t of_bias,
-                                                 const std::optional<Tensor>& seed,
-                                                 double dropout) {
+std::optional<Made> make_attention_bias_backward(
+    const Tensor& d_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
+    const Tensor& out, const Tensor& lse, const std::string& kernel, double scale, bool is_causal,
+    int64_t of_bias, const std::optional<Tensor>& seed, double dropout) {
   const auto* kernels = attention_kernels<AttentionBiasBackwardKernels>(kernel, q);
   if (kernels == nullptr) return std::nullopt;
   const Tensor d_q = new_heads(q, q.size(2));

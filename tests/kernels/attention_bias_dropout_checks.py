@@ -107,9 +107,7 @@ def judge(
     outer = [n if whole_bias or step else 1 for n, step in zip(bias.shape[:2], bias.stride())]
     sizes = torch.Size((*outer, *bias.shape[2:]))
     kept = factors_of(q, k, seed, dropout)
-    found, memory, lse = made(
-        tensors, d_out, scale, causal, seed, dropout, sizes, layout, alone
-    )
+    found, memory, lse = made(tensors, d_out, scale, causal, seed, dropout, sizes, layout, alone)
     given = tensors, d_out, scale, causal, kept, sizes
     wanted, theirs, small = exact(*given), exact(*given, rounds=found[0]), bounds(*given)
     is_few = q.numel() * k.shape[2] * (1 - dropout) < FEW * D

@@ -248,7 +248,9 @@ class Site:
         # The mask that ours drops by takes much memory in torch: of one sample it is enough.
         some = [t[:1] if self.dropout else t for t in values.values()]
         checked = self._call(self.function, some, saves, seed)
-        runs = [functools.partial(op, *checked) for op in (run.IN_TORCH, run.MANY)]
+        runs: list[Callable[[], Any]] = [
+            functools.partial(op, *checked) for op in (run.IN_TORCH, run.MANY)
+        ]
         if self.node.target is CUDNN and self.device.type == "cuda":
             few = [values[name] for name in _OPERANDS]
             runs[0] = functools.partial(CUDNN, *few, False, 0.0, self.causal, scale=self.scale)

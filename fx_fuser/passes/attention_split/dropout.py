@@ -1,10 +1,10 @@
 """Inductor's graph of forward and backward → the same, with attention that drops weights by our
 kernels where faster: of fp32 by fp16 halves, of 16 bits with a bias.
 
-`fx_fuser.passes.attention_split` and its `biased` have the rest. Which weights are dropped depends on whose operation
-it is, so forward and backward are replaced together, ahead of their partition, or neither. A
-graph's seeds are drawn at once, by an operation that Inductor draws those of its own dropout by: so
-CUDA graphs, recomputation and `torch.manual_seed` do what they do there.
+`fx_fuser.passes.attention_split` and its `biased` have the rest. Which weights are dropped depends
+on whose operation it is, so forward and backward are replaced together, ahead of their partition,
+or neither. A graph's seeds are drawn at once, by an operation that Inductor draws those of its own
+dropout by: so CUDA graphs, recomputation and `torch.manual_seed` do what they do there.
 """
 
 from __future__ import annotations
