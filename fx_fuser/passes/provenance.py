@@ -237,7 +237,7 @@ class Passes:
             given = self.options.strict, not self.kernels
             first, final = map(self.options.users_pass, (JOINT_PASS, LAST_PASS))
             return {
-                JOINT_PASS: AttentionDropout(*given, first),
+                JOINT_PASS: AttentionDropout(*given, first, halves=False),
                 LAST_PASS: AttentionBias(*given, final),
             }
         last = products.pass_for(self.options, self.inputs, self.narrow)

@@ -139,7 +139,7 @@ def test_a_net_in_16_bits_has_the_pass() -> None:
         found = provenance.Passes.over(gm, options, inputs)
         given = strict, True
         assert found.kernels == {} and found.load() == {
-            JOINT_PASS: AttentionDropout(*given), LAST_PASS: AttentionBias(*given)
+            JOINT_PASS: AttentionDropout(*given, halves=False), LAST_PASS: AttentionBias(*given)
         }  # fmt: skip
     users = {JOINT_PASS: AttentionBias(), LAST_PASS: AttentionBias(True)}
     options = Options(cpu_ops=True, inductor=users)
@@ -168,6 +168,16 @@ def test_fp32_has_the_other_passes_too() -> None:
     assert len(found) == 2 and found[LAST_PASS].before is not None
 
 
+@pytest.mark.parametrize("amp", [False, True])
+def test_where_fp32_is_the_librarys(amp: bool) -> None:
+    """No pass by halves: that over 16-bit attention alone, if there is any."""
+    gm, inputs = dynamos_graph(mask=True, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        found = provenance.Passes.over(gm, Options(cpu_ops=True, fp32="ieee"), inputs).load()
+    assert [*found] == ([JOINT_PASS, LAST_PASS] if amp else [])
+    assert not amp or (found[JOINT_PASS].halves, found[LAST_PASS].before) == (False, None)
+
+
 def test_on_a_gpu_its_kernels_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     gm, inputs = dynamos_graph(mask=True)
     with torch._subclasses.fake_tensor.FakeTensorMode():
@@ -178,7 +188,7 @@ def test_on_a_gpu_its_kernels_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
     found = provenance.Passes.over(gm, Options(), there)
     assert found.kernels == {GPU: [spec]}
-    assert found.load() == {JOINT_PASS: AttentionDropout(), LAST_PASS: AttentionBias()}
+    assert found.load() == {JOINT_PASS: AttentionDropout(halves=False), LAST_PASS: AttentionBias()}
     monkeypatch.setattr(load, "runs_on", lambda spec, device: False)  # of another GPU
     assert provenance.Passes.over(gm, Options(cpu_ops=True), there).kernels is None
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)

@@ -8,7 +8,8 @@ with the sum, where nothing else reads what is summed. In inference torch may ha
 bias need not be of all batches and heads: it is replaced, too. Each is timed once beside torch's,
 for each sizes and strides.
 
-Nets wholly in 16 bits have no other pass over Inductor's graphs; this one runs there by itself.
+Nets wholly in 16 bits have no other pass over Inductor's graphs, nor have those whose fp32 gemms
+are to be the library's; this one runs there by itself.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ def kernels_for(
     has a bias. gm: the untouched graph. inputs: its own."""
     if options.inner != "inductor" or not options.grows or not any(map(_has_bias, _nodes_of(gm))):
         return None
-    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in attention_bias.DTYPES]
+    dtypes = {*attention_bias.DTYPES}
+    if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+        dtypes.add(torch.float32)
+    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in dtypes]
     used = {value.device for value in tensors if value.device.type == "cuda"}
     if any(plan.unavailable(device) is not None for device in used):
         return None
@@ -381,7 +385,7 @@ def _is_inference(items: Mapping[int, Node], node: Node) -> bool:
     made, q = items[0].meta["val"], arguments_of(node)["query"].meta["val"]
     with q.fake_mode:
         like = heads_like(q, q.shape[2])
-    return (made.shape, made.stride()) == (like.shape, like.stride())
+    return bench_ops.form_of_value(made) == bench_ops.form_of_value(like)
 
 
 def _fit(forms: Mapping[str, TensorForm], shares: bool = False) -> bool:

@@ -43,19 +43,21 @@ Pair = tuple[Site, Site] | tuple[biased.Site, biased.Site]
 
 @dataclass(frozen=True)
 class AttentionDropout(AttentionSplit):
-    """Attention that drops weights."""
+    """Attention that drops weights. halves: of fp32, too."""
 
     TARGETS = (ATTENTION,)
+    halves: bool = True
 
     def settings(self) -> tuple[Any, ...]:
-        return *super().settings(), "dropout", *(spec.name for spec in attention_bias.offered())
+        of_bias = (spec.name for spec in attention_bias.offered())
+        return *super().settings(), "dropout", self.halves, *of_bias
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
         seeds: list[Node] = []
         stays = config.fallback_random or _recomputes_all(graph)
 
         def replace(node: Node) -> str | None:
-            pair = None if stays else _pair_of(node, self.on_cpu)
+            pair = None if stays else _pair_of(node, self.on_cpu, self.halves)
             if pair is None or not (self.on_cpu or _gains(pair, self.strict)):
                 return None
             forward, backward = pair
@@ -82,7 +84,7 @@ def _recomputes_all(graph: Graph) -> bool:
     return 0 in budgets
 
 
-def _pair_of(node: Node, on_cpu: bool) -> Pair | None:
+def _pair_of(node: Node, on_cpu: bool, halves: bool) -> Pair | None:
     """An attention that drops weights and its backward, which alone reads what it has saved."""
     items = items_of(node)
     if items is None or not {_LSE, _SEED, _OFFSET} <= items.keys():
@@ -98,7 +100,7 @@ def _pair_of(node: Node, on_cpu: bool) -> Pair | None:
         return None
     if any(there[name] is not items.get(i) for name, i in saved.items()):
         return None
-    for kind in (Site, biased.Site):
+    for kind in (Site, biased.Site) if halves else (biased.Site,):
         sites = [kind.of(one, on_cpu, drops=True) for one in (node, back)]
         if None not in sites:
             return tuple(sites)  # type: ignore[return-value]
