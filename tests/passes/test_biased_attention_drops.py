@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fx_fuser.kernels import attention, attention_bias
 from fx_fuser.native import load
 from fx_fuser.ops import run
+from fx_fuser.options import JOINT_PASS, LAST_PASS
 from fx_fuser.passes.attention_split import ATTENTION, ATTENTION_BACKWARD, COUNTERS, biased
 from fx_fuser.passes.attention_split import dropout as drops
 from fx_fuser.passes.attention_split.biased import Site
@@ -256,3 +257,38 @@ def _check_step(checkpoints: bool) -> None:
     torch.manual_seed(3)
     assert torch.equal(model(*leaves), out)  # the user's seed is the seeds'
     assert not torch.equal(model(*leaves), out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("amp, length", [(False, 24), (True, 21)])
+def test_t5_in_training(amp: bool, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' encoder with its own dropout, with torch's operation of CUDA in it: every
+    attention, in forward and backward."""
+    transformers = pytest.importorskip("transformers")
+
+    def as_on_cuda(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, dropout_p: float, scale: float,
+        is_causal: bool, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        keys = k.shape[2]
+        bias = F.pad(attn_mask.to(q.dtype).contiguous(), (0, -keys % 8))[..., :keys]
+        bias = bias.expand(*q.shape[:3], keys)
+        made: Tensor = ATTENTION(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+        return made
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", as_on_cuda)
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 3, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=50, dropout_rate=0.1, **sizes)
+    model = transformers.T5EncoderModel(config).train()
+    model = model if amp else model.bfloat16()
+    passes = {
+        JOINT_PASS: AttentionDropout(True, True, halves=False),
+        LAST_PASS: biased.AttentionBias(True, True),
+    }
+    call = torch.compile(model, options=passes)
+    tokens = torch.randint(0, 50, (4, length))
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        out = call(tokens)[0]
+    out.float().square().sum().backward()
+    assert counters[COUNTERS] == dict.fromkeys(BOTH, 3)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
