@@ -31,7 +31,7 @@ from benchmarks import attention_kernels, measure, results
 from benchmarks.attention import median
 from benchmarks.run import commit_here
 from benchmarks.sm90 import CUDA, relative
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.native import load
 from fx_fuser.ops import attention_dropout
 

@@ -26,7 +26,7 @@ def attention_bias(
     """out = softmax(scale · q kᵀ + bias) v in 16 bits, with sums of fp32.
 
     Args:
-        spec: a kernel of `fx_fuser.kernels.attention_bias.spec_of`.
+        spec: a kernel of `fx_fuser.kernels.attention.bias.spec_of`.
         tensors: q [B, H, queries, D], k and v [B, H, keys, D], bias [B, H, queries, keys], all of
             the spec's dtype, D a multiple of 8. Elements are adjacent, other strides multiples of
             8; the first two of the bias may be 0.
@@ -61,7 +61,7 @@ def attention_bias_backward(
     """The gradients of `attention_bias`'s out. Deterministic.
 
     Args:
-        spec: a kernel of `fx_fuser.kernels.attention_bias.backward_spec_of`.
+        spec: a kernel of `fx_fuser.kernels.attention.bias.backward_spec_of`.
         tensors, out, lse, scale, is_causal, alone, seed, dropout: as `attention_bias` had them, or
             made them.
         d_out: the gradient of out, as q.

@@ -26,7 +26,8 @@ def _sources(arch: str, one_each: bool) -> list[str]:
         return texts_of(split.examples()[: 1 if one_each else 2])
     specs = kernels.examples(arch)
     if one_each:  # the first
-        specs = list({spec.family.header: spec for spec in reversed(specs)}.values())
+        loops = {(spec.family.header, spec.family.macro): spec for spec in reversed(specs)}
+        specs = list(loops.values())
     return [batch_stats_source(), *texts_of(specs)]
 
 

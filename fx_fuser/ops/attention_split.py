@@ -20,7 +20,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from fx_fuser.kernels import attention, attention_bias
+from fx_fuser.kernels import attention
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import attention_dropout, run

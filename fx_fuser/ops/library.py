@@ -36,7 +36,8 @@ from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative, wanted_leaves
-from fx_fuser.kernels import KERNELS, attention, attention_bias
+from fx_fuser.kernels import KERNELS, attention
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.kernels.unaligned import COMB_TILES, TILES, comb_takes
 from fx_fuser.native import limits, load

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.anchors.conv2d import library_convolution
+from fx_fuser.kernels.planes import plane_elements
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 
@@ -54,6 +55,30 @@ torch.library.register_fake(
     lambda a, b, bias, kernel, sizes: a.new_empty((*a.shape[:-1], b.shape[-2])),
     lib=_LIBRARY,
 )
+
+
+def _plane(matrix: Tensor, kernel: str) -> Tensor:
+    return matrix.new_zeros(plane_elements(matrix), dtype=torch.float16)
+
+
+# An fp32 matrix in fp16, with what is known of it, for gemms that share it. Rows or columns of the
+# matrix are adjacent. kernel: the name of `kernels.planes.MAKE_PLANE`.
+_LIBRARY.define("plane(Tensor matrix, str kernel) -> Tensor")
+_LIBRARY.impl("plane", _plane, "CPU")
+torch.library.register_fake("fx_fuser::plane", _plane, lib=_LIBRARY)
+
+
+def _planes_product(a: Tensor, b: Tensor, a_plane: Tensor, b_plane: Tensor, kernel: str) -> Tensor:
+    return F.linear(a, b)
+
+
+# a bᵀ of fp32 matrices with TF32's accuracy, from both and their planes. kernel: the name of one of
+# `kernels.planes.PLANES_GEMMS`, that of their orders.
+_LIBRARY.define(
+    "planes_product(Tensor a, Tensor b, Tensor a_plane, Tensor b_plane, str kernel) -> Tensor"
+)
+_LIBRARY.impl("planes_product", _planes_product, "CPU")
+torch.library.register_fake("fx_fuser::planes_product", _planes_product, lib=_LIBRARY)
 
 
 # A copy that a partitioner does not recompute in backward, as it may a `clone`: by then the operand

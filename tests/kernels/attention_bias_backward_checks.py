@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import cast
 
 import torch
 from attention_bias_checks import (
@@ -23,7 +24,7 @@ from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
 
 from benchmarks import attention_kernels
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 NAMES = "dq", "dk", "dv", "dbias"
@@ -117,7 +118,8 @@ def judge(
     q, k, _, bias = tensors
     d_out = filled(tuple(q.shape), q.dtype, layout)
     out, lse = forward(tensors, scale, causal, layout)
-    made = [heads(tuple(t.shape), q.dtype, layout, gap=1) for t in (q, k, k)]
+    sizes_of = (cast("tuple[int, int, int, int]", tuple(t.shape)) for t in (q, k, k))
+    made = [heads(size, q.dtype, layout, gap=1) for size in sizes_of]
     outer = [n if whole_bias or step else 1 for n, step in zip(bias.shape[:2], bias.stride())]
     sizes = torch.Size((*outer, *bias.shape[2:]))
     if of_bias:

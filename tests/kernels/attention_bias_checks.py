@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import attention_kernels
 from benchmarks.sm90 import CUDA, relative
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 
 SHAPES = attention_bias.PLAIN
 DTYPES = attention_bias.DTYPES

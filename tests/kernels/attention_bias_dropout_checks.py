@@ -26,7 +26,7 @@ from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
 
 from benchmarks import attention_kernels
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 
 D = 64
 FEW = 4096  # weights that are kept, below which an error is chance

@@ -219,11 +219,11 @@ def refusals(failures: list[str]) -> None:
     }.items():
         _is_refused(failures, what, launch.head_loss, given)
     for tail in (Tail(before=2.0), Tail(after=2.0), Tail(smoothing=0.1)):
-        given = logits, labels, losses, scale, 24, IGNORED, tail
-        _is_refused(failures, f"{tail} of a kernel without", launch.head_loss, given)
-    given = logits, labels, losses, scale, 24, IGNORED, Tail(smoothing=1.0)
+        with_tail = logits, labels, losses, scale, 24, IGNORED, tail
+        _is_refused(failures, f"{tail} of a kernel without", launch.head_loss, with_tail)
+    with_tail = logits, labels, losses, scale, 24, IGNORED, Tail(smoothing=1.0)
     spec = spec_of(torch.bfloat16, Tail(smoothing=0.1))
-    _is_refused(failures, "a smoothing of 1", launch.head_loss, given, spec)
+    _is_refused(failures, "a smoothing of 1", launch.head_loss, with_tail, spec)
     sums, made = torch.zeros(2, 2, device=CUDA), torch.zeros_like(logits)
     kept = {"logits": logits, "labels": labels, "losses": losses, "sums": sums}
     gradient = {"logits": logits, "sums": sums, "labels": labels, "scale": losses, "hot": losses}
@@ -243,8 +243,8 @@ def refusals(failures: list[str]) -> None:
         (launch.head_loss_gradient, gradient, {"gradient": made[:, :16]}),
         (launch.head_loss_gradient, gradient, {"gradient": made.flatten()[:42].view(2, 21)}),
     ):
-        given = {**right, "ignore_index": IGNORED, **wrong}
-        _is_refused(failures, f"{call.__name__} of {wrong}", functools.partial(call, **given), ())
+        named: dict[str, Any] = {**right, "ignore_index": IGNORED, **wrong}
+        _is_refused(failures, f"{call.__name__} of {wrong}", functools.partial(call, **named), ())
 
 
 def _is_refused(

@@ -14,7 +14,7 @@ from emulator.device import EmulatedGpu, in_place_of_cuda
 from test_emulated_attention_calls import called
 
 from benchmarks.sm90 import relative
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.ops import run
 from fx_fuser.ops.attention_bias import BACKWARD, FORWARD, NO_GRADIENT, SUMMED, WHOLE
 from fx_fuser.ops.attention_split import NO_DROPOUT

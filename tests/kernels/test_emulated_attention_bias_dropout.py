@@ -20,7 +20,7 @@ from test_emulated_attention_calls import called
 
 from benchmarks import attention_kernels
 from benchmarks.sm90 import relative
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.ops.attention_bias import BACKWARD, FORWARD, SUMMED
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")

@@ -206,9 +206,10 @@ NAMED = {
     "ops.folded": {"folded"},
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
-    "ops.library": {"attention", "attention_bias", "folded", "unaligned"},
+    "ops.library": {"attention", "folded", "unaligned"},
+    "ops.plain": {"planes"},  # how much memory a plane takes
     "ops.attention_dropout": {"attention"},
-    "ops.attention_split": {"attention", "attention_bias"},
+    "ops.attention_split": {"attention"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
@@ -216,11 +217,12 @@ NAMED = {
     "planning.plan": {"folded"},
     "verify.rivals": {"folded"},
     "passes.attention_split.__init__": {"attention"},
-    "passes.attention_split.biased": {"attention_bias"},
-    "passes.attention_split.dropout": {"attention_bias"},
+    "passes.attention_split.biased": {"attention"},
+    "passes.attention_split.dropout": {"attention"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.head_loss.__init__": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
+    "passes.planes.__init__": {"planes"},
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},
     "passes.unaligned": {"unaligned"},
@@ -231,7 +233,7 @@ def kernels_named(root: Path) -> dict[str, set[str]]:
     """Module outside fx_fuser.kernels → the kernels' files that it imports from."""
     found: dict[str, set[str]] = {}
     shared = {"__init__", "base", "precision"}
-    kernels = {path.stem for path in (ROOT / "kernels").glob("*.py")} - shared
+    kernels = {path.stem for path in (ROOT / "kernels").iterdir()} - shared
     for name, path in modules(root):
         parts = [target.split(".") for target in imported(path)]
         named = {p[1] for p in parts if p[0] == "kernels" and len(p) > 1} & kernels

@@ -20,7 +20,8 @@ from torch._inductor import inductor_prims
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from fx_fuser.kernels import attention, attention_bias
+from fx_fuser.kernels import attention
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.native import load
 from fx_fuser.ops import run
 from fx_fuser.options import JOINT_PASS, LAST_PASS

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.native import load
 from fx_fuser.options import EARLY_PASS, JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import provenance

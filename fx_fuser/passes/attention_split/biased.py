@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.attention.calls import ATTENTIONS
 from fx_fuser.graph.read.nodes import argument_of, meta_tensor
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run

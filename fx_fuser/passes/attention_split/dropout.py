@@ -20,7 +20,7 @@ from torch._inductor import config, inductor_prims
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fx_fuser.kernels import attention_bias
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.native import load
 from fx_fuser.passes.attention_split import (
     ATTENTION,

@@ -68,6 +68,7 @@ inline void tensor_store(const TensorMap& to, uint32_t from, int x, int y,
                          Where where = Where::here()) {
   emulator::store_tensor(&to, from, {x, y, 0, 0}, 2, where);
 }
+inline void prefetch(const void* /*from*/, uint32_t /*bytes*/) {}
 inline void bulk_commit() { emulator::commit_stores(); }
 template <int kPending>
 void bulk_wait_read() {
