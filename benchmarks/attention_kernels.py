@@ -20,6 +20,8 @@ def attention_bias(
     scale: float | None = None,
     is_causal: bool = False,
     alone: bool = False,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> bool:
     """out = softmax(scale · q kᵀ + bias) v in 16 bits, with sums of fp32.
 
@@ -34,11 +36,13 @@ def attention_bias(
         scale: None: 1 / sqrt(D).
         is_causal: query i sees keys 0...i.
         alone: blocks are no clusters, which they are where they share something.
+        seed, dropout: of softmax's weights, as `benchmarks.kernels.attention_split` has them.
 
     Returns, raises: as `benchmarks.kernels.linear_split`.
     """
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
-    return kernels.taken("attention_bias", spec, out, [*tensors], out, lse, scale, is_causal, alone)
+    rest = scale, is_causal, alone, seed, dropout
+    return kernels.taken("attention_bias", spec, out, [*tensors], out, lse, *rest)
 
 
 def attention_bias_backward(
@@ -51,12 +55,15 @@ def attention_bias_backward(
     scale: float | None = None,
     is_causal: bool = False,
     alone: bool = False,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> bool:
     """The gradients of `attention_bias`'s out. Deterministic.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.attention.bias.backward_spec_of`.
-        tensors, out, lse, scale, is_causal, alone: as `attention_bias` had them, or made them.
+        tensors, out, lse, scale, is_causal, alone, seed, dropout: as `attention_bias` had them, or
+            made them.
         d_out: the gradient of out, as q.
         to: receive the gradients: of q, k, v and, if wanted, of the bias: [B, H, queries, keys],
             keys adjacent. Where the bias is expanded over B, H or both it may have 1: the sum.
@@ -68,5 +75,6 @@ def attention_bias_backward(
     batches, heads, queries, _ = q.shape
     padded = -(-queries // 128) * 128
     of_queries = q.new_empty(batches, heads, padded, 2, dtype=torch.float32)
-    given = [*tensors, out, lse, d_out, of_queries], [*to], scale, is_causal, alone
+    rest = scale, is_causal, alone, seed, dropout
+    given = [*tensors, out, lse, d_out, of_queries], [*to], *rest
     return kernels.taken("attention_bias_backward", spec, out, *given)

@@ -180,10 +180,11 @@ bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Ten
 
 // tensors: q, k, v, bias. alone: no clusters of blocks.
 bool attention_bias(int64_t handle, const std::vector<Tensor>& tensors, const Tensor& out,
-                    const std::optional<Tensor>& lse, double scale, bool is_causal, bool alone) {
+                    const std::optional<Tensor>& lse, double scale, bool is_causal, bool alone,
+                    const std::optional<Tensor>& seed, double dropout) {
   STD_TORCH_CHECK(tensors.size() == 4, "fx_fuser: attention with a bias takes 4 tensors");
-  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3],
-                               scale,      is_causal,  alone};
+  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2],      tensors[3],
+                               scale,      is_causal,  {seed, dropout}, alone};
   return run_attention_bias(kernels_of<AttentionBiasKernels>(handle), call, out, lse);
 }
 
@@ -191,11 +192,11 @@ bool attention_bias(int64_t handle, const std::vector<Tensor>& tensors, const Te
 // wanted, the bias's.
 bool attention_bias_backward(int64_t handle, const std::vector<Tensor>& tensors,
                              const std::vector<Tensor>& to, double scale, bool is_causal,
-                             bool alone) {
+                             bool alone, const std::optional<Tensor>& seed, double dropout) {
   STD_TORCH_CHECK(tensors.size() == 8 && (to.size() == 3 || to.size() == 4),
                   "fx_fuser: the backward of attention with a bias takes 8 tensors");
-  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2], tensors[3],
-                               scale,      is_causal,  alone};
+  const AttentionBiasCall call{tensors[0], tensors[1], tensors[2],      tensors[3],
+                               scale,      is_causal,  {seed, dropout}, alone};
   std::optional<Tensor> d_bias;
   if (to.size() == 4) d_bias = to[3];
   const AttentionBiasGradients gradients{call,  tensors[4], tensors[5], tensors[6], tensors[7],
@@ -267,10 +268,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "bool is_causal, Tensor? seed, float dropout) -> bool");
   m.def(
       "attention_bias(int kernels, Tensor[] tensors, Tensor(a!) out, Tensor(b!)? lse, float scale, "
-      "bool is_causal, bool alone) -> bool");
+      "bool is_causal, bool alone, Tensor? seed, float dropout) -> bool");
   m.def(
       "attention_bias_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
-      "bool is_causal, bool alone) -> bool");
+      "bool is_causal, bool alone, Tensor? seed, float dropout) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {

@@ -54,7 +54,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def _factors(q: Tensor, k: Tensor, seed: Tensor | None, dropout: float) -> Tensor | float:
+def factors(q: Tensor, k: Tensor, seed: Tensor | None, dropout: float) -> Tensor | float:
     """Of each weight: what dropout multiplies it by."""
     if dropout == 0:
         return 1.0
@@ -87,7 +87,7 @@ def _forward(
         return [*found[: 2 if save else 1]]
     made = _forward_like(q, k, v, kernel, scale, causal, save)
     scores = _scores(q, k, scale, causal)
-    made[0].copy_((scores.softmax(-1) * _factors(q, k, seed, dropout)) @ v)
+    made[0].copy_((scores.softmax(-1) * factors(q, k, seed, dropout)) @ v)
     for lse in made[1:]:
         lse.fill_(torch.inf)[..., : q.shape[2]] = scores.logsumexp(-1)
     return made
@@ -113,10 +113,10 @@ def _backward(
         return [*torchs(*tensors, 0.0, [True, True, True, False], causal, scale=scale)[:3]]
     weights = (_scores(q, k, scale, causal) - lse[..., : q.shape[2], None]).exp()
     delta = (out * d_out).sum(-1, keepdim=True)
-    factors = _factors(q, k, seed, dropout)
-    d_scores = weights * (d_out @ v.mT * factors - delta) * scale
+    kept = factors(q, k, seed, dropout)
+    d_scores = weights * (d_out @ v.mT * kept - delta) * scale
     made = _backward_like(d_out, q, k, v, out, lse, kernel, scale, causal)
-    for to, value in zip(made, (d_scores @ k, d_scores.mT @ q, (weights * factors).mT @ d_out)):
+    for to, value in zip(made, (d_scores @ k, d_scores.mT @ q, (weights * kept).mT @ d_out)):
         to.copy_(value)
     return made
 

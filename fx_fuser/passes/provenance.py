@@ -42,6 +42,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import attention_split, products
 from fx_fuser.passes.attention_split import biased
+from fx_fuser.passes.attention_split.biased import AttentionBias
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
 from fx_fuser.passes.graph_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
@@ -201,12 +202,14 @@ class Passes:
     """The passes that Inductor is to run over the graphs it makes of Dynamo's graph.
 
     narrow: as of `Provenance`. kernels: GPU → the passes' kernels; None if there is to be no pass.
+    biased_alone: are those over 16-bit attention with a bias the only ones?
     """
 
     options: Options
     inputs: Sequence[Any]
     narrow: tuple[torch.dtype, ...]
     kernels: Mapping[torch.device, Sequence[KernelSpec]] | None
+    biased_alone: bool = False
 
     @classmethod
     def over(cls, gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Passes:
@@ -221,12 +224,22 @@ class Passes:
             ]
             for device, specs in kernels.items()
         }
+        if kernels is None:
+            kernels = biased.kernels_for(gm, options, inputs)
+            return cls(options, inputs, narrow, kernels, kernels is not None)
         return cls(options, inputs, narrow, kernels)
 
     def load(self) -> dict[str, Any]:
         """Inductor's setting → pass. Compiles and loads their kernels."""
         if self.kernels is None:
             return {}
+        if self.biased_alone:
+            given = self.options.strict, not self.kernels
+            first, final = map(self.options.users_pass, (JOINT_PASS, LAST_PASS))
+            return {
+                JOINT_PASS: AttentionDropout(*given, first, halves=False),
+                LAST_PASS: AttentionBias(*given, final),
+            }
         last = products.pass_for(self.options, self.inputs, self.narrow)
         if last is None:
             return {}

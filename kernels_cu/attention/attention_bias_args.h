@@ -24,14 +24,16 @@ struct BiasPass {
   int slots;     // tiles on their way or in use; of the bias's gradient, rows and tiles
   int biases;    // likewise, tiles of the bias
   int operands;  // tensors whose rows stay: q, or q and dO, or k and v
+  bool drops = false;
 
   constexpr int rows_bytes() const { return operands * kBiasRows * d * 2; }
   constexpr int tile_bytes() const { return columns * d * 2; }
   constexpr int bias_bytes() const { return kBiasRows * columns * 2; }
+  constexpr int dropped_bytes() const { return drops ? kBiasRows * columns / 8 : 0; }
   constexpr int shared_bytes() const {
     const int barriers = (2 * slots + 2 * biases + 2 * kBiasConsumers) * 8;
     return rows_bytes() + slots * tile_bytes() + biases * (bias_bytes() + kBiasOfQueries) +
-           barriers;
+           barriers + dropped_bytes();
   }
 };
 
@@ -40,16 +42,23 @@ struct BiasShape {
   BiasPass d_queries;
   BiasPass d_keys;  // and values
   BiasPass d_bias;  // a slot has q, dO, k and v
+  constexpr bool drops() const { return forward.drops; }
   constexpr int bias_slot_bytes() const {
     return 2 * kBiasRows * d_bias.d * 2 + 2 * d_bias.tile_bytes() + kBiasOfQueries;
   }
   constexpr int bias_shared_bytes() const {
-    return d_bias.slots * bias_slot_bytes() + d_bias.bias_bytes() + (2 * d_bias.slots + 2) * 8;
+    return d_bias.slots * bias_slot_bytes() + d_bias.bias_bytes() + (2 * d_bias.slots + 2) * 8 +
+           d_bias.dropped_bytes();
   }
 };
+// The last one drops weights.
 constexpr BiasShape kBiasShapes[] = {
     {{64, 128, 6, 2, 1}, {64, 128, 6, 2, 2}, {64, 64, 8, 3, 2}, {64, 128, 2, 1, 0}},
     {{128, 128, 4, 2, 1}, {128, 64, 6, 2, 2}, {128, 64, 6, 3, 2}, {128, 64, 2, 1, 0}},
+    {{64, 128, 6, 2, 1, true},
+     {64, 64, 8, 3, 2, true},
+     {64, 64, 8, 3, 2, true},
+     {64, 64, 3, 1, 0, true}},
 };
 constexpr int kBiasShapeCount = sizeof(kBiasShapes) / sizeof(kBiasShapes[0]);
 
@@ -95,6 +104,7 @@ struct BiasAttentionArgs {
   int32_t units;
   int32_t is_causal;
   int32_t in_pairs;  // may two elements of the bias's gradient be stored at once?
+  AttentionDropout dropout;
 };
 
 struct BiasDeltaArgs {

@@ -4,6 +4,9 @@
 //   S = scale · q kᵀ + bias   P = exp(S - lse)   D = dO vᵀ   G = P ∘ (D - delta)
 //   dv = Pᵀ dO   dq = scale · G k   dk = scale · Gᵀ q   dbias = sum of G where all share the bias
 //
+// With dropout D and P that goes into dv are zero where a weight is dropped; the factor of those
+// that are kept goes into D and into dv.
+//
 // Three passes, each of which makes S and D anew, so that all sums stay in registers: nothing is
 // added up in memory, results are the same bits each time, and G is not kept. dq: queries stay,
 // keys and values pass. dk and dv: keys and values stay, queries and dO pass. The bias's gradient
@@ -105,7 +108,7 @@ struct QueriesConsumer {
     release_shared(shared.bias_empty[slot]);
     biases.advance();
     hide_keys<L::kColumns>(args, unit, tile, score);
-    make_gradients(rows, score, other);
+    make_gradients<L>(args, shared, rows, score, other);
   }
   __device__ __forceinline__ void multiply(const At& of_keys, const At& of_values,
                                            float (&score)[L::kScores],
@@ -132,6 +135,7 @@ struct QueriesConsumer {
     rows_phase ^= 1;
     At of_keys = next();
     At of_values = next();
+    find_dropped<L>(args, shared, unit, 0);
     wait_for(shared.full[of_keys.slot()], of_keys.phase());
     wait_for(shared.full[of_values.slot()], of_values.phase());
     // Pinned, else ptxas moves what made them between the products, and serialises those.
@@ -153,6 +157,7 @@ struct QueriesConsumer {
       const At before = of_keys;
       of_keys = next();
       of_values = next();
+      find_dropped<L>(args, shared, unit, tile);
       wait_for(shared.full[of_keys.slot()], of_keys.phase());
       wait_for(shared.full[of_values.slot()], of_values.phase());
       ptx::pin(score);
@@ -237,7 +242,7 @@ struct KeysConsumer {
       for (int r = 0; r < 2; ++r) first[r] = place.row_of(unit, r) - first_query;
       hide_below(place, first, score);
     }
-    make_both(place, shared.of_queries[slot], score, other);
+    make_both<L>(args, shared, place, shared.of_queries[slot], score, other);
     release_shared(shared.bias_empty[slot]);
     biases.advance();
   }
@@ -257,6 +262,7 @@ struct KeysConsumer {
       ring.advance();
       float score[L::kScores];
       float other[L::kScores];
+      find_dropped<L>(args, shared, unit, tile);
       wait_for(shared.full[of_queries.slot()], of_queries.phase());
       wait_for(shared.full[of_gradients.slot()], of_gradients.phase());
       ptx::pin(score);
@@ -292,7 +298,8 @@ struct KeysConsumer {
       release(shared.empty[of_gradients.slot()]);
     }
     release(shared.rows_empty[Here::consumer()]);
-    store_rows<T>(args, args.d_values, unit, args.keys, d_value, 1);
+    const float of_kept = L::kDrops ? args.dropout.factor : 1;
+    store_rows<T>(args, args.d_values, unit, args.keys, d_value, of_kept);
     store_rows<T>(args, args.d_rows, unit, args.keys, d_key, args.scale);
   }
 };

@@ -17,6 +17,8 @@ struct GradientLayout {
   static constexpr int kColumns = kIs.columns;
   static constexpr int kSlots = kIs.slots;
   static constexpr int kScores = kColumns / 2;
+  static constexpr bool kHasColumns = false;
+  static constexpr bool kDrops = kIs.drops;
   using Tile = Lines<kD, kColumns>;
   using RowTile = Lines<kD, kAttentionRows>;
 
@@ -27,7 +29,7 @@ struct GradientLayout {
     Tile values;
     uint8_t of_queries[kBiasOfQueries];
   };
-  struct Shared {
+  struct Pipeline {
     Slot slot[kSlots];
     BiasBox bias[kBiasConsumers][kColumns / kBiasBox];
     uint64_t full[kSlots];
@@ -35,6 +37,7 @@ struct GradientLayout {
     uint64_t bias_full;
     uint64_t bias_empty;
   };
+  using Shared = Beside<Pipeline, kDrops, kScores>;
   static_assert(sizeof(Shared) == kOf.bias_shared_bytes());
 
   static __device__ __forceinline__ void begin(Shared& shared) {
@@ -162,6 +165,7 @@ struct GradientConsumer {
       auto& slot = shared.slot[ring.slot()];
       float score[L::kScores];
       float other[L::kScores];
+      find_dropped<L>(args, shared, unit.of(args, nth), unit.tile);
       wait_for(shared.full[ring.slot()], ring.phase());
       // Pinned, else ptxas moves what made them between the products, and serialises those.
       ptx::pin(score);
@@ -183,7 +187,7 @@ struct GradientConsumer {
       Unit place{};
       place.first_row = unit.first_row;
       hide_keys<L::kColumns>(args, place, unit.tile, score);
-      make_gradients(rows, score, other);
+      make_gradients<L>(args, shared, rows, score, other);
 #pragma unroll
       for (int i = 0; i < L::kScores; ++i) sum[i] += other[i];
     }

@@ -3,8 +3,8 @@
 // Sums are fp32, the weights of the second product 16 bits, as those of torch's kernels. Blocks are
 // persistent: one thread brings queries, tiles of keys and values and of the bias by TMA; two
 // warpgroups of 64 queries each take turns at the tensor core. A turn is the scores of a tile and
-// the results of the tile ahead, beside which the other's softmax runs. NOTES.md has the
-// arithmetic.
+// the results of the tile ahead, beside which the other's softmax runs. Where the shape drops
+// weights, attention_dropout.cuh says which. NOTES.md has the arithmetic.
 //
 //   FX_FUSER_ATTENTION_BIAS(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                           /*Out*/ __nv_bfloat16, /*q, k, v, bias*/ __nv_bfloat16)
@@ -102,6 +102,13 @@ struct Consumer {
     biases.advance();
     hide_keys<L::kColumns>(args, unit, tile, score);
     state.take(score, rescale);
+    if constexpr (L::kDrops) {
+      Drops<L> drops{shared};
+#pragma unroll
+      for (int i = 0; i < L::kScores; ++i) {
+        if (drops.at(i)) score[i] = 0;
+      }
+    }
   }
 
   __device__ __forceinline__ void run(const Unit& unit) {
@@ -114,6 +121,7 @@ struct Consumer {
 
     wait_for(shared.rows_full[Here::consumer()], rows_phase);
     rows_phase ^= 1;
+    find_dropped<L>(args, shared, unit, 0);
     wait_for(shared.full[ring.slot()], ring.phase());
     // Pinned, else ptxas moves what made them between the products, and serialises those.
     ptx::pin(score);
@@ -133,6 +141,7 @@ struct Consumer {
     for (int tile = 1; tile < unit.tiles; ++tile) {
       const Ring<L::kSlots> of_keys = ring;
       ring.advance();
+      find_dropped<L>(args, shared, unit, tile);
       wait_for(shared.full[of_keys.slot()], of_keys.phase());
       wait_for(shared.full[ring.slot()], ring.phase());
       ptx::pin(score);
@@ -184,7 +193,8 @@ struct Consumer {
       const bool is_there = query < args.queries;
       if (is_there) {  // of no key at all the result is 0, as torch's
         T* to = row_at<T>(args.out, unit.batch, unit.head, query);
-        store_row(to, args.d, place, r, result, sum == 0 ? 0 : 1 / sum);
+        const float of_kept = L::kDrops ? args.dropout.factor : 1;
+        store_row(to, args.d, place, r, result, sum == 0 ? 0 : of_kept / sum);
       }
       if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
         args.lse[head_of(args, unit) * args.lse_rows + query] =

@@ -15,6 +15,7 @@
 namespace fx_fuser::attention_bias {
 
 using attention_split::ConsumerThread;
+using attention_split::Dropped;
 using attention_split::hide_below;
 using attention_split::hide_from;
 using attention_split::infinity;
@@ -44,6 +45,14 @@ struct BiasBox {
   uint16_t line[kBiasBox][kBiasBox];
 };
 
+// Own, with Dropped's words of consumers' threads.
+template <class Own, int kWords>
+struct WithDropped : Own {
+  uint32_t dropped[kWords][kBiasConsumers * kWarpgroup];
+};
+template <class Own, bool kDrops, int kScores>
+using Beside = std::conditional_t<kDrops, WithDropped<Own, kScores / 32>, Own>;
+
 // Of, has kIs, a BiasPass.
 template <class T, class Of, bool kTilesAreOfQueries>
 struct Layout {
@@ -58,11 +67,12 @@ struct Layout {
   static constexpr int kSums = kD / 2;          // of a thread
   static constexpr int kSteps = kColumns / kInstructionK;
   static constexpr bool kHasColumns = kTilesAreOfQueries;
+  static constexpr bool kDrops = kIs.drops;
   using Tile = Lines<kD, kColumns>;
   using RowTile = Lines<kD, kAttentionRows>;
 
   // One base, at offset 0 (attention_split_tiles_sm90.cuh).
-  struct Shared {
+  struct Pipeline {
     RowTile rows[kOperands][kBiasConsumers];
     Tile tile[kSlots];
     // Where rows are queries, of these and 64 keys; else of 64 queries and these.
@@ -75,6 +85,7 @@ struct Layout {
     uint64_t rows_full[kBiasConsumers];
     uint64_t rows_empty[kBiasConsumers];
   };
+  using Shared = Beside<Pipeline, kDrops, kScores>;
   static_assert(sizeof(Shared) == kIs.shared_bytes());
 
   // By one thread, ahead of __syncthreads.
@@ -125,6 +136,33 @@ __device__ __forceinline__ Unit unit_at(const BiasAttentionArgs& args, int colum
 __device__ __forceinline__ int64_t head_of(const BiasAttentionArgs& args, const Unit& unit) {
   return int64_t{unit.batch} * args.heads + unit.head;
 }
+
+// Which weights of a tile are dropped, ahead of the wait for its scores.
+template <class L>
+__device__ __forceinline__ void find_dropped(const BiasAttentionArgs& args,
+                                             typename L::Shared& shared, const Unit& unit,
+                                             int tile) {
+  if constexpr (L::kDrops) {
+    const Place place = Here::place();
+    Dropped<L>::find(shared, args.dropout, static_cast<int>(head_of(args, unit)), place.g, place.c,
+                     place.row_of(unit, 0), tile * L::kColumns);
+  }
+}
+
+// Of scores that become weights, one after the other.
+template <class L>
+struct Drops {
+  typename L::Shared& shared;
+  uint32_t word = 0;
+
+  __device__ __forceinline__ bool at(int score) {
+    if constexpr (L::kDrops) {
+      if (score % 32 == 0) word = Dropped<L>::word_of(shared, score / 32);
+      return Dropped<L>::has(word, score);
+    }
+    return false;
+  }
+};
 
 // ---- the producer's thread ----------------------------------------------------------------------
 

@@ -16,34 +16,53 @@ struct OfRows {
   }
 };
 
-// S, with a hidden key's -inf, and D become P and G. lse is by log2(e).
-__device__ __forceinline__ void make_one(const AttentionOfQuery& query, float& score,
-                                         float& other) {
+// S, with a hidden key's -inf, and D become P and G. lse is by log2(e). factor: of weights that are
+// not dropped; what D was multiplied by has it.
+template <class L>
+__device__ __forceinline__ void make_one(const AttentionOfQuery& query, float factor, bool dropped,
+                                         float& score, float& other) {
   score = ptx::exp2(fmaf(score, kLog2OfE, -query.lse));
-  other = score * (other - query.delta);
+  if constexpr (L::kDrops) {
+    other = score * (dropped ? -query.delta : fmaf(other, factor, -query.delta));
+  } else {
+    other = score * (other - query.delta);
+  }
 }
 
-template <int kScores>
-__device__ __forceinline__ void make_gradients(const OfRows& rows, float (&score)[kScores],
-                                               float (&other)[kScores]) {
+template <class L>
+__device__ __forceinline__ void make_gradients(const BiasAttentionArgs& args,
+                                               typename L::Shared& shared, const OfRows& rows,
+                                               float (&score)[L::kScores],
+                                               float (&other)[L::kScores]) {
+  Drops<L> drops{shared};
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) make_one(rows.row[i / 2 % 2], score[i], other[i]);
+  for (int i = 0; i < L::kScores; ++i) {
+    make_one<L>(rows.row[i / 2 % 2], args.dropout.factor, drops.at(i), score[i], other[i]);
+  }
 }
 
-// The same of columns that are queries, of which lines of 16, swizzled, lie here.
-template <int kScores>
-__device__ __forceinline__ void make_both(const Place& place,
+// The same of columns that are queries, of which lines of 16, swizzled, lie here. P is that which
+// dv is made of: without what is dropped.
+template <class L>
+__device__ __forceinline__ void make_both(const BiasAttentionArgs& args, typename L::Shared& shared,
+                                          const Place& place,
                                           const uint8_t (&of_queries)[kBiasOfQueries],
-                                          float (&score)[kScores], float (&other)[kScores]) {
+                                          float (&score)[L::kScores], float (&other)[L::kScores]) {
+  Drops<L> drops{shared};
   const uint32_t base = ptx::shared_address(of_queries);
 #pragma unroll
-  for (int i = 0; i < kScores / 4; ++i) {  // of eight columns
+  for (int i = 0; i < L::kScores / 4; ++i) {  // of eight columns
     const int line = i / 2;
     const uint32_t chunk = (i % 2 * 4 + place.c) ^ (line % 8);
     const float4 both = ptx::load_shared(base + line * kSpan + chunk * 16);
     const AttentionOfQuery query[2] = {{both.x, both.y}, {both.z, both.w}};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) make_one(query[j % 2], score[4 * i + j], other[4 * i + j]);
+    for (int j = 0; j < 4; ++j) {
+      const int at = 4 * i + j;
+      const bool dropped = drops.at(at);
+      make_one<L>(query[j % 2], args.dropout.factor, dropped, score[at], other[at]);
+      if (dropped) score[at] = 0;
+    }
   }
 }
 

@@ -80,7 +80,8 @@ std::optional<Made> make_attention_backward(const Tensor& d_out, const Tensor& q
 
 std::optional<Made> make_attention_bias(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const Tensor& bias, const std::string& kernel, double scale,
-                                        bool is_causal, bool save) {
+                                        bool is_causal, bool save,
+                                        const std::optional<Tensor>& seed, double dropout) {
   const auto* kernels = attention_kernels<AttentionBiasKernels>(kernel, q);
   if (kernels == nullptr) return std::nullopt;
   const Tensor out = new_heads(q, q.size(2));
@@ -88,7 +89,7 @@ std::optional<Made> make_attention_bias(const Tensor& q, const Tensor& k, const 
   if (save) {
     lse = new_dense(q, {q.size(0), q.size(1), padded_lse(q.size(2))}, ScalarType::Float);
   }
-  const AttentionBiasCall call{q, k, v, bias, scale, is_causal};
+  const AttentionBiasCall call{q, k, v, bias, scale, is_causal, {seed, dropout}};
   if (!run_attention_bias(*kernels, call, out, lse)) return std::nullopt;
   return Made(out, lse);
 }
@@ -110,11 +111,10 @@ Tensor new_bias_gradient(const Tensor& q, const Tensor& bias, int64_t of_bias) {
   return new_strided(q, sizes.data(), strides.data(), sizes.size(), q.scalar_type());
 }
 
-std::optional<Made> make_attention_bias_backward(const Tensor& d_out, const Tensor& q,
-                                                 const Tensor& k, const Tensor& v,
-                                                 const Tensor& bias, const Tensor& out,
-                                                 const Tensor& lse, const std::string& kernel,
-                                                 double scale, bool is_causal, int64_t of_bias) {
+std::optional<Made> make_attention_bias_backward(
+    const Tensor& d_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
+    const Tensor& out, const Tensor& lse, const std::string& kernel, double scale, bool is_causal,
+    int64_t of_bias, const std::optional<Tensor>& seed, double dropout) {
   const auto* kernels = attention_kernels<AttentionBiasBackwardKernels>(kernel, q);
   if (kernels == nullptr) return std::nullopt;
   const Tensor d_q = new_heads(q, q.size(2));
@@ -124,7 +124,7 @@ std::optional<Made> make_attention_bias_backward(const Tensor& d_out, const Tens
   if (of_bias != 0) d_bias = new_bias_gradient(q, bias, of_bias);
   const Tensor of_queries =
       new_dense(q, {q.size(0), q.size(1), padded_bias_queries(q), 2}, ScalarType::Float);
-  const AttentionBiasCall call{q, k, v, bias, scale, is_causal};
+  const AttentionBiasCall call{q, k, v, bias, scale, is_causal, {seed, dropout}};
   const AttentionBiasGradients gradients{call, out, lse, d_out, of_queries, d_q, d_k, d_v, d_bias};
   if (!run_attention_bias_backward(*kernels, gradients)) return std::nullopt;
   std::vector<Tensor> made{d_q, d_k, d_v};

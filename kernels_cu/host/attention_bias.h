@@ -99,6 +99,7 @@ struct AttentionBiasCall {
   const Tensor& bias;  // [batch, head, query, key]; the first two may be expanded, or 1
   double scale;
   bool is_causal;
+  DropoutOfWeights dropout{};
   bool alone = false;  // no clusters of blocks
 
   int64_t all_heads() const { return q.size(0) * q.size(1); }
@@ -146,8 +147,10 @@ struct AttentionBiasCall {
     return longest <= kHighest && all_heads() <= kHighest / (longest + kBiasQueriesPadded);
   }
 
-  BiasAttentionArgs args(int64_t blocks) const {
+  // told: of dropout.
+  BiasAttentionArgs args(int64_t blocks, const AttentionDropout& told) const {
     BiasAttentionArgs args{};
+    args.dropout = told;
     args.q = map_of_boxes(q);
     args.k = map_of_boxes(k);
     args.v = map_of_boxes(v);
@@ -186,6 +189,7 @@ void launch_bias_pass(const Kernel& kernel, const BiasAttentionArgs& args, int s
 
 // out = softmax(scale · q kᵀ + bias) v and, if asked for, lse = log(sum(exp(…))), infinity where it
 // has rows beyond the queries. Causal: query i sees keys 0...i. Where a query sees none, out is 0.
+// Dropout is of softmax's weights.
 // False, and nothing is launched, where the kernel does not take these tensors.
 bool run_attention_bias(const AttentionBiasKernels& kernels, const AttentionBiasCall& call,
                         const Tensor& out, const std::optional<Tensor>& lse) {
@@ -193,12 +197,14 @@ bool run_attention_bias(const AttentionBiasKernels& kernels, const AttentionBias
   check_heads_of(kernels.type, {{&out, "out"}});
   STD_TORCH_CHECK(out.sizes().equals(call.q.sizes()),
                   "fx_fuser: attention's result is not of q's sizes");
+  const std::optional<AttentionDropout> told = told_of(call.dropout, kernels.shape.drops());
+  if (!told) return false;
   if (lse) call.check_lse(*lse);
   if (out.numel() == 0) return true;
   if (!call.is_taken(kernels.shape.forward.d, {&out})) return false;
   const int device = out.get_device_index();
   const OnDevice on_device(device);
-  BiasAttentionArgs args = call.args(ceil_div(call.q.size(2), kBiasRows));
+  BiasAttentionArgs args = call.args(ceil_div(call.q.size(2), kBiasRows), *told);
   args.out = bias_rows(out);
   args.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
   args.lse_rows = lse ? static_cast<int32_t>(lse->size(2)) : 0;

@@ -53,6 +53,7 @@ struct AttentionBiasGradients {
   const Tensor& d_k;
   const Tensor& d_v;
   const std::optional<Tensor>& d_bias;  // of all batches and heads, or 1 where they share the bias
+  AttentionDropout told{};
 
   void check(ScalarType type) const {
     call.check(type);
@@ -122,7 +123,7 @@ struct AttentionBiasGradients {
 
   // of_queries: how many of them a box has.
   BiasAttentionArgs pass_args(int64_t rows, int of_queries) const {
-    BiasAttentionArgs args = call.args(ceil_div(rows, kBiasRows));
+    BiasAttentionArgs args = call.args(ceil_div(rows, kBiasRows), told);
     args.d_out = map_of_boxes(d_out);
     args.of_query = queries();
     args.padded = static_cast<int32_t>(padded_bias_queries(call.q));
@@ -163,9 +164,12 @@ struct AttentionBiasGradients {
 // The gradients of out, as run_attention_bias made it and lse. Where a query sees no key, it adds
 // nothing. False, and nothing is launched, where the kernels do not take these tensors.
 bool run_attention_bias_backward(const AttentionBiasBackwardKernels& kernels,
-                                 const AttentionBiasGradients& gradients) {
+                                 AttentionBiasGradients gradients) {
   gradients.check(kernels.type);
   const BiasShape& shape = kernels.shape;
+  const std::optional<AttentionDropout> told = told_of(gradients.call.dropout, shape.drops());
+  if (!told) return false;
+  gradients.told = *told;
   if (!gradients.is_taken(shape)) return false;
   const int device = gradients.d_q.get_device_index();
   const OnDevice on_device(device);

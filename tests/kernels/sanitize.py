@@ -13,6 +13,7 @@ from types import ModuleType
 import attention_backward_checks
 import attention_bias_backward_checks
 import attention_bias_checks
+import attention_bias_dropout_checks
 import attention_checks
 import attention_dropout_checks
 import checks
@@ -74,6 +75,7 @@ if binaries.arch_of() == "sm_90a":
         for shape in attention_bias_checks.SHAPES:
             sweep(attention_bias_checks, 6, shape, 260)
             sweep(attention_bias_backward_checks, 4, shape, 260)
+        sweep(attention_bias_dropout_checks, 4, 260)
     sweep(linear_split_checks, 8)
     sweep(split_planes_checks, 16)
     load.prepare([*EXACT_GEMMS.values(), *MIXED_GEMMS.values()], "cuda")

@@ -17,6 +17,7 @@ from benchmarks.sm90 import relative
 from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.ops import run
 from fx_fuser.ops.attention_bias import BACKWARD, FORWARD, NO_GRADIENT, SUMMED, WHOLE
+from fx_fuser.ops.attention_split import NO_DROPOUT
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 shapes = pytest.mark.parametrize("shape", attention_bias_checks.SHAPES)
@@ -88,7 +89,7 @@ def test_calls(gpu: EmulatedGpu, d: int, shared: tuple[int, ...]) -> None:
     for spec in (forward, backward):
         gpu.handle_of(spec)
     given = q, k, v, few
-    (out, lse), launched = called(FORWARD, *given, forward.name, 0.2, False, True)
+    (out, lse), launched = called(FORWARD, *given, forward.name, 0.2, False, True, *NO_DROPOUT)
     assert launched == 1
     wanted = run.IN_TORCH(*run.arguments(FORWARD, (*given, "", 0.2, False, True)))
     for mine, right in zip((out, lse), wanted):
@@ -97,7 +98,7 @@ def test_calls(gpu: EmulatedGpu, d: int, shared: tuple[int, ...]) -> None:
     torch.testing.assert_close(lse, wanted[1])
     for of_bias in (NO_GRADIENT, SUMMED, WHOLE):
         tensors = d_out, *given, out, lse
-        rest = 0.2, False, of_bias
+        rest = 0.2, False, of_bias, *NO_DROPOUT
         found, launched = called(BACKWARD, *tensors, backward.name, *rest)
         assert launched == 3 + (of_bias != NO_GRADIENT)
         wanted = run.IN_TORCH(*run.arguments(BACKWARD, (*tensors, "", *rest)))
@@ -115,7 +116,7 @@ def test_what_the_kernel_does_not_take_is_torchs(gpu: EmulatedGpu) -> None:
     assert spec is not None
     gpu.handle_of(spec)
     bias = torch.randn(1, 1, 5, 21).bfloat16()
-    (out,), launched = called(FORWARD, q, k, v, bias, spec.name, 0.125, False, False)
+    (out,), launched = called(FORWARD, q, k, v, bias, spec.name, 0.125, False, False, *NO_DROPOUT)
     assert launched == 0
     exact, _ = attention_bias_checks.exact(q, k, v, bias, 0.125, False)
     assert relative(out, exact) < 4e-3

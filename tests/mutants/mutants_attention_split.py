@@ -40,8 +40,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "attention by halves: both drop the same share",
         DROPPING,
-        '_SHARED = ("query", "key", "value", "dropout_p", "is_causal", "scale")',
-        '_SHARED = ("query", "key", "value", "is_causal", "scale")',
+        '"attn_bias", "dropout_p", "is_causal"',
+        '"attn_bias", "is_causal"',
         (f"{DROPS}::test_what_is_left_to_torch[another share in backward]",),
     ),
     (
@@ -166,14 +166,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "dropout of attention: D as the forward's weights",
         OPS,
-        "d_out @ v.mT * factors - delta",
+        "d_out @ v.mT * kept - delta",
         "d_out @ v.mT - delta",
         (FORMULAS,),
     ),
     (
         "dropout of attention: dv of what is kept",
         OPS,
-        "(weights * factors).mT @ d_out",
+        "(weights * kept).mT @ d_out",
         "weights.mT @ d_out",
         (FORMULAS,),
     ),

@@ -218,6 +218,7 @@ NAMED = {
     "verify.rivals": {"folded"},
     "passes.attention_split.__init__": {"attention"},
     "passes.attention_split.biased": {"attention"},
+    "passes.attention_split.dropout": {"attention"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.head_loss.__init__": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites

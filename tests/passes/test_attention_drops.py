@@ -137,6 +137,13 @@ def test_what_is_left_to_torch(name: str) -> None:
     assert str(gm.graph) == before and not counters[COUNTERS]
 
 
+def test_fp32_is_left_where_it_is_the_librarys() -> None:
+    gm = traced(step, _Q, _K, _V, _Q)
+    AttentionDropout(strict=True, on_cpu=True, halves=False)(gm.graph)
+    assert ATTENTION in targets(gm) and not counters[COUNTERS]
+    assert AttentionDropout().uuid() != AttentionDropout(halves=False).uuid()
+
+
 def test_eagers_own_random_numbers_are_left() -> None:
     gm = traced(step, _Q, _K, _V, _Q)
     with config.patch(fallback_random=True):

@@ -11,11 +11,13 @@ import functools
 import torch
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
+from fx_fuser.kernels.attention import MOST_DROPPED, steps_of
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 # Of kBiasShapes: the largest head, a block's rows and the keys of a forward's tile. The contract of
 # kernels_cu/host/contract.h compares them when the shim is loaded.
-SHAPES = ((64, 128, 128), (128, 128, 128))
+SHAPES = ((64, 128, 128), (128, 128, 128), (64, 128, 128))
+PLAIN, DROPPING = (0, 1), (2,)  # of these; the others drop weights
 DTYPES = torch.bfloat16, torch.float16
 
 
@@ -43,11 +45,16 @@ def backward_spec_of(shape: int, dtype: torch.dtype) -> KernelSpec:
     return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, attention_bias_backward(shape))
 
 
-def spec_for(d: int, dtype: torch.dtype, backward: bool = False) -> KernelSpec | None:
+def spec_for(
+    d: int, dtype: torch.dtype, backward: bool = False, dropout: float = 0.0
+) -> KernelSpec | None:
     """The kernel for heads of so many elements; None where there is none."""
     if dtype not in DTYPES or d % 8 != 0:
         return None
-    fits = (shape for shape, (most, *_) in enumerate(SHAPES) if 0 < d <= most)
+    shapes: tuple[int, ...] = PLAIN
+    if dropout != 0:
+        shapes = DROPPING if 0 < steps_of(dropout) <= MOST_DROPPED else ()
+    fits = (shape for shape in shapes if 0 < d <= SHAPES[shape][0])
     made = backward_spec_of if backward else spec_of
     return next((made(shape, dtype) for shape in fits), None)
 

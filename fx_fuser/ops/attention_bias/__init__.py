@@ -4,7 +4,7 @@ They make what `aten._scaled_dot_product_efficient_attention` and its backward d
 `attn_bias`, in the same layouts, and each reads what the other of torch's has saved, as those of
 `fx_fuser.ops.attention_split` do. The bias is [B, H, queries, keys], with 1 for B or H where all
 share it. Its gradient is NO_GRADIENT, or SUMMED over those that share it, which makes no tensor of
-all, or WHOLE: of each batch and head.
+all, or WHOLE: of each batch and head. `seed` and `dropout` are as there, too.
 
 On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs by torch's.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fx_fuser.ops import run
-from fx_fuser.ops.attention_split import LSE_ROWS, heads_like
+from fx_fuser.ops.attention_split import LSE_ROWS, factors, heads_like
 
 FORWARD, BACKWARD = "attention_bias", "attention_bias_backward"
 NO_GRADIENT, SUMMED, WHOLE = range(3)
@@ -41,7 +41,7 @@ def _weights(
 
 def _forward_like(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, kernel: str, scale: float, causal: bool,
-    save: bool,
+    save: bool, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
     out, queries = heads_like(q, q.shape[2]), q.shape[2]
     if not save:
@@ -52,15 +52,15 @@ def _forward_like(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, kernel: str, scale: float, causal: bool,
-    save: bool,
+    save: bool, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
-    if q.is_cuda:
+    if q.is_cuda and dropout == 0:
         torchs = _aten._scaled_dot_product_efficient_attention.default
         found = torchs(q, k, v, _of_all(bias, q), save, 0.0, causal, scale=scale)
         return [*found[: 2 if save else 1]]
     made = _forward_like(q, k, v, bias, kernel, scale, causal, save)
     weights, sums = _weights(q, k, bias, scale, causal)
-    made[0].copy_(weights @ v.float())
+    made[0].copy_((weights * factors(q.float(), k, seed, dropout)) @ v.float())
     for lse in made[1:]:
         lse.fill_(torch.inf)[..., : q.shape[2]] = sums
     return made
@@ -68,7 +68,8 @@ def _forward(
 
 def _backward_like(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor,
-    kernel: str, scale: float, causal: bool, of_bias: int,
+    kernel: str, scale: float, causal: bool, of_bias: int, seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
     made = [heads_like(q, rows) for rows in (q.shape[2], k.shape[2], k.shape[2])]
     if of_bias == SUMMED:
@@ -82,9 +83,10 @@ def _backward_like(
 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor,
-    kernel: str, scale: float, causal: bool, of_bias: int,
+    kernel: str, scale: float, causal: bool, of_bias: int, seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
-    if q.is_cuda:
+    if q.is_cuda and dropout == 0:
         torchs = _aten._scaled_dot_product_efficient_attention_backward.default
         not_read = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # seed, offset
         tensors = d_out, q, k, v, _of_all(bias, q), out, lse, *not_read
@@ -97,8 +99,10 @@ def _backward(
     weights, _ = _weights(q, k, bias, scale, causal)
     wide = d_out.float()
     delta = (out.float() * wide).sum(-1, keepdim=True)
-    d_scores = weights * (wide @ v.float().mT - delta)
-    of_heads = d_scores @ k.float() * scale, d_scores.mT @ q.float() * scale, weights.mT @ wide
+    kept = factors(q.float(), k, seed, dropout)
+    d_scores = weights * (wide @ v.float().mT * kept - delta)
+    of_keys = d_scores.mT @ q.float() * scale, (weights * kept).mT @ wide
+    of_heads = d_scores @ k.float() * scale, *of_keys
     d_bias = d_scores.sum_to_size(bias.shape) if of_bias == SUMMED else d_scores
     for to, value in zip(made, (*of_heads, d_bias)):
         to.copy_(value)

@@ -4,8 +4,12 @@ kernels where faster.
 A trained bias leaves torch its memory-efficient kernel alone, whose backward writes the bias's
 gradient of each batch and head; what shares the bias is summed behind it. Both are replaced, apart
 as in `fx_fuser.passes.attention_split`, by functions of `fx_fuser.ops.attention_bias`: the backward
-with the sum, where nothing else reads what is summed. Each is timed once beside torch's, for each
-sizes and strides.
+with the sum, where nothing else reads what is summed. In inference torch may have cuDNN's, whose
+bias need not be of all batches and heads: it is replaced, too. Each is timed once beside torch's,
+for each sizes and strides.
+
+Nets wholly in 16 bits have no other pass over Inductor's graphs, nor have those whose fp32 gemms
+are to be the library's; this one runs there by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 from fx_fuser.ops.attention_bias import BACKWARD, FORWARD, NO_GRADIENT, SUMMED, WHOLE
-from fx_fuser.ops.attention_split import LSE_ROWS
+from fx_fuser.ops.attention_split import LSE_ROWS, NO_DROPOUT, heads_like
+from fx_fuser.options import Options
 from fx_fuser.passes.attention_split import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -39,13 +44,14 @@ from fx_fuser.passes.attention_split import (
     not_read,
 )
 from fx_fuser.passes.graph_pass import GraphPass, call, loaded
-from fx_fuser.planning import bench_ops, contest
+from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.attention_bias")
 
 _aten = torch.ops.aten
+CUDNN = _aten._scaled_dot_product_cudnn_attention.default
 # Function → the operation's arguments that it reads.
 _OPERANDS = "query", "key", "value", "attn_bias"
 _TENSORS = {FORWARD: _OPERANDS, BACKWARD: ("grad_out_", *_OPERANDS, "out", "logsumexp")}
@@ -58,7 +64,7 @@ class AttentionBias(GraphPass):
     """16-bit attention with a bias."""
 
     COUNTERS = COUNTERS
-    TARGETS: ClassVar[Sequence[Any]] = (ATTENTION, ATTENTION_BACKWARD)
+    TARGETS: ClassVar[Sequence[Any]] = (ATTENTION, ATTENTION_BACKWARD, CUDNN)
     KIND = "an attention with a bias"
 
     def settings(self) -> tuple[Any, ...]:
@@ -86,28 +92,61 @@ def behind(last: GraphPass) -> AttentionBias:
     return AttentionBias(last.strict, last.on_cpu, last)
 
 
+def kernels_for(
+    gm: GraphModule, options: Options, inputs: Sequence[Any]
+) -> dict[torch.device, list[KernelSpec]] | None:
+    """GPU → the kernels that the pass may ask for in a graph without others, and that of
+    `fx_fuser.passes.attention_split.dropout`; None if it is to have no pass, as no attention of it
+    has a bias. gm: the untouched graph. inputs: its own."""
+    if options.inner != "inductor" or not options.grows or not any(map(_has_bias, _nodes_of(gm))):
+        return None
+    dtypes = {*attention_bias.DTYPES}
+    if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+        dtypes.add(torch.float32)
+    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in dtypes]
+    used = {value.device for value in tensors if value.device.type == "cuda"}
+    if any(plan.unavailable(device) is not None for device in used):
+        return None
+    some = attention_bias.offered()[0]
+    on_cuda = {device for device in used if load.runs_on(some, device)}
+    if not on_cuda and (used or not (tensors and options.cpu_ops)):
+        return None
+    return {device: foreseen(gm, device) for device in on_cuda}
+
+
+def _nodes_of(gm: GraphModule) -> Iterator[Node]:
+    return (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+
+
+def _has_bias(node: Node) -> bool:
+    """May a kernel of this attention be one with a bias?"""
+    if node.op != "call_function" or node.target not in ATTENTIONS:
+        return False
+    return isinstance(argument_of(node, 3, "attn_mask"), Node)
+
+
 def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
     """The kernels that the pass may ask for, to be compiled beside others before it does."""
-    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
-    found = dict.fromkeys(spec for node in nodes for spec in _foreseen_at(node, device))
+    found = dict.fromkeys(spec for node in _nodes_of(gm) for spec in _foreseen_at(node, device))
     return [spec for spec in found if load.runs_on(spec, device)]
 
 
 def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
-    """For a bias without gradient torch has a faster kernel than the one that the pass replaces."""
-    if node.op != "call_function" or node.target not in ATTENTIONS:
+    """Of a bias that is learned: of others, masks, torch's cuDNN may be as fast, and a kernel that
+    gains is compiled when it is timed."""
+    if not _has_bias(node):
         return
     given = (argument_of(node, i, name) for i, name in ((0, "query"), (3, "attn_mask")))
     query, mask = (meta_tensor(n) if isinstance(n, Node) else None for n in given)
     if query is None or mask is None or query.device != device or not mask.requires_grad:
         return
-    d, kind = query.shape[-1], device.type
-    if not isinstance(d, int) or not torch.is_grad_enabled():
+    d, kind, drops = query.shape[-1], device.type, argument_of(node, 4, "dropout_p") or 0.0
+    if not isinstance(d, int) or not isinstance(drops, (int, float)) or not torch.is_grad_enabled():
         return
     within = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if within else query.dtype
     for backward in (False, True):
-        spec = attention_bias.spec_for(d, dtype, backward)
+        spec = attention_bias.spec_for(d, dtype, backward, float(drops))
         if spec is not None:
             yield spec
 
@@ -127,26 +166,30 @@ class Site:
     shared: tuple[int, ...]
     scale: float
     causal: bool
+    dropout: float
     of_bias: int
     items: Mapping[int, Node]
     spec: KernelSpec
 
     @classmethod
-    def of(cls, node: Node, on_cpu: bool) -> Site | None:
-        """Of this node; None where torch's operation stays."""
-        function = FORWARD if node.target is ATTENTION else BACKWARD
+    def of(cls, node: Node, on_cpu: bool, drops: bool = False) -> Site | None:
+        """Of this node, with dropout or without; None where torch's operation stays."""
+        function = BACKWARD if node.target is ATTENTION_BACKWARD else FORWARD
         given, items = arguments_of(node), items_of(node)
-        if items is None or not _is_plain(given) or not _makes(items, given):
+        if items is None or not _is_plain(given, drops) or not _makes(items, given):
             return None
         tensors = {name: given[name] for name in _TENSORS[function]}
         forms = _forms(tensors, "cpu" if on_cpu else "cuda")
-        if forms is None or not _fit(forms):
+        if forms is None or not _fit(forms, node.target is CUDNN):
+            return None
+        if node.target is CUDNN and not _is_inference(items, node):
             return None
         bias, d = forms["attn_bias"], forms["query"].size[-1]
         shared = tuple(i for i in (0, 1) if bias.size[i] > 1 and bias.stride[i] == 0)
         sizes = tuple(1 if i in shared else n for i, n in enumerate(bias.size))
         forms["attn_bias"] = replace(bias, size=sizes)
-        spec = attention_bias.spec_for(d, bias.dtype, function == BACKWARD)
+        dropout = float(given["dropout_p"])
+        spec = attention_bias.spec_for(d, bias.dtype, function == BACKWARD, dropout)
         if spec is None or not all(_is_aligned(f) for n, f in forms.items() if n != "logsumexp"):
             return None
         of_bias = NO_GRADIENT
@@ -157,7 +200,7 @@ class Site:
                 of_bias, items = SUMMED, {**items, _OF_BIAS: summed}
         scale = d**-0.5 if given["scale"] is None else float(given["scale"])
         causal = given["is_causal"]
-        return cls(node, function, forms, shared, scale, causal, of_bias, items, spec)
+        return cls(node, function, forms, shared, scale, causal, dropout, of_bias, items, spec)
 
     @property
     def device(self) -> torch.device:
@@ -170,15 +213,29 @@ class Site:
 
     def gains(self) -> bool:
         """Is it faster than torch's, at these sizes and strides?"""
+        found = self.times()
+        return found is not None and contest.gains(found[1], found[0])
+
+    def times(self) -> tuple[float, float] | None:
+        """The GPU's of torch's and of ours, in ms; None if there are none."""
         forms = (f"{name} {form}" for name, form in self.forms.items())
-        key = (self.function, *forms, self.scale, self.causal, self.of_bias, _LSE in self.items)
+        key = (
+            self.function,
+            str(self.node.target),
+            *forms,
+            self.scale,
+            self.causal,
+            self.dropout,
+            self.of_bias,
+            _LSE in self.items,
+        )
         found = contest.times(key, self._candidates, self.device)
         if isinstance(found, str):
-            return False
+            return None
         torchs, ours = (took.gpu for took in found)
         log.info("%s of %s: torch's %.4g ms, ours %.4g", self.function, self.forms["query"].size,
                  torchs, ours)  # fmt: skip
-        return contest.gains(ours, torchs)
+        return torchs, ours
 
     def _candidates(self) -> list[Candidate]:
         """Torch's, and ours."""
@@ -190,14 +247,49 @@ class Site:
             forward = self._call(FORWARD, operands, save=True)
             for name, saved in zip(("out", "logsumexp"), run.IN_TORCH(*forward)):
                 values[name].copy_(saved)
-        given = self._call(self.function, [*values.values()], _LSE in self.items)
-        runs = [functools.partial(op, *given) for op in (run.IN_TORCH, run.MANY)]
+        saves = _LSE in self.items
+        seed = torch.zeros((), dtype=torch.int64, device=self.device) if self.dropout else None
+        # The mask that ours drops by takes much memory in torch: of one sample it is enough.
+        some = [t[:1] if self.dropout else t for t in values.values()]
+        checked = self._call(self.function, some, saves, seed)
+        runs: list[Callable[[], Any]] = [
+            functools.partial(op, *checked) for op in (run.IN_TORCH, run.MANY)
+        ]
+        if self.node.target is CUDNN and self.device.type == "cuda":
+            few = [values[name] for name in _OPERANDS]
+            runs[0] = functools.partial(CUDNN, *few, False, 0.0, self.causal, scale=self.scale)
         bench_ops.compare(runs, self.function, self.forms["query"].dtype)
+        if self.dropout:
+            whole = self._call(self.function, [*values.values()], saves, seed)
+            runs = [self._torchs_dropping(values), functools.partial(run.MANY, *whole)]
         return [*map(Candidate, runs)]
 
-    def _call(self, function: str, tensors: Sequence[Any], save: bool) -> run.Arguments:
+    def _torchs_dropping(self, values: Mapping[str, Tensor]) -> Callable[[], object]:
+        """Torch's operation, which drops other weights than ours does; with the sum behind it."""
+        q, k, v, few = (values[name] for name in _OPERANDS)
+        bias = few.expand(*q.shape[:2], -1, -1)
+        named = {"scale": self.scale}
+        forward = functools.partial(
+            ATTENTION, q, k, v, bias, True, self.dropout, self.causal, **named
+        )
+        if self.function == FORWARD:
+            return forward
+        saved = values["out"], values["logsumexp"], *forward()[2:]
+        asked = [True, True, True, self.of_bias != NO_GRADIENT]
+        given = values["grad_out_"], q, k, v, bias, *saved, self.dropout, asked, self.causal
+
+        def backward() -> object:
+            *made, d_bias = ATTENTION_BACKWARD(*given, **named)
+            return *made, d_bias.sum_to_size(few.shape) if self.of_bias == SUMMED else d_bias
+
+        return backward
+
+    def _call(
+        self, function: str, tensors: Sequence[Any], save: bool, seed: Any = None
+    ) -> run.Arguments:
         last = save if function == FORWARD else self.of_bias
-        given = self.spec.name, self.scale, self.causal, last
+        drops = NO_DROPOUT if seed is None else (seed, self.dropout)
+        given = self.spec.name, self.scale, self.causal, last, *drops
         return run.arguments(function, (*tensors, *given))
 
     def _read(self) -> list[Node]:
@@ -210,10 +302,15 @@ class Site:
         return [given[name] for name in _TENSORS[self.function]]
 
     def replace(self) -> None:
+        self.put(self.made())
+
+    def made(self, seed: Node | None = None) -> dict[int, Node]:
+        """Index → the node that is to be this one of the results. seed: by which weights are
+        dropped."""
         graph, node = self.node.graph, self.node
         saves = _LSE in self.items
         with graph.inserting_before(node):
-            arguments = self._call(self.function, self._read(), saves)
+            arguments = self._call(self.function, self._read(), saves, seed)
             if self.function == FORWARD and not saves:
                 made = [call(graph, node, run.ONE, *arguments)]
             else:
@@ -226,6 +323,11 @@ class Site:
             forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
             if forms[0] != forms[1]:
                 raise RuntimeError(f"result {i} would be {forms[1]}, not {forms[0]}")
+        return new
+
+    def put(self, new: Mapping[int, Node]) -> None:
+        """In place of torch's results."""
+        graph, node = self.node.graph, self.node
         for i, item in self.items.items():
             item.replace_all_uses_with(new[i])
         if self.of_bias == SUMMED:
@@ -235,14 +337,17 @@ class Site:
         graph.erase_node(node)
 
 
-def _is_plain(given: Mapping[str, Any]) -> bool:
-    """Is it attention with a bias and without dropout, whose numbers do not change?"""
+def _is_plain(given: Mapping[str, Any], drops: bool) -> bool:
+    """Is it attention with a bias, with dropout or without, whose numbers do not change?"""
     scale = given["scale"]
     if not isinstance(given["attn_bias"], Node) or type(given["is_causal"]) is not bool:
         return False
     if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         return False
-    return scale != 0 and isinstance(given["dropout_p"], (int, float)) and given["dropout_p"] == 0
+    dropout = given["dropout_p"]
+    if scale == 0 or not isinstance(dropout, (int, float)):
+        return False
+    return 0 < dropout < 1 if drops else dropout == 0
 
 
 def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:
@@ -273,12 +378,25 @@ def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | N
     return found if is_one and dtypes <= {*attention_bias.DTYPES} else None
 
 
-def _fit(forms: Mapping[str, TensorForm]) -> bool:
-    """Are these one attention's, with something in each?"""
+def _is_inference(items: Mapping[int, Node], node: Node) -> bool:
+    """Is the result all that is read of cuDNN's, and laid out as ours?  Its logarithms are not."""
+    if items.keys() != {0}:
+        return False
+    made, q = items[0].meta["val"], arguments_of(node)["query"].meta["val"]
+    with q.fake_mode:
+        like = heads_like(q, q.shape[2])
+    return bench_ops.form_of_value(made) == bench_ops.form_of_value(like)
+
+
+def _fit(forms: Mapping[str, TensorForm], shares: bool = False) -> bool:
+    """Are these one attention's, with something in each?  shares: a bias may have one for all
+    batches or heads."""
     q, k, v, bias = (forms[name].size for name in _OPERANDS)
     if len(q) != 4 or k != v or (*k[:2], k[3]) != (*q[:2], q[3]) or 0 in (*q, *k):
         return False
-    if bias != (*q[:3], k[2]):
+    if len(bias) != 4 or bias[2:] != (q[2], k[2]):
+        return False
+    if any(n != of_q and not (shares and n == 1) for n, of_q in zip(bias, q[:2])):
         return False
     if "out" not in forms:
         return True

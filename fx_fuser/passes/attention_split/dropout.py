@@ -1,10 +1,10 @@
-"""Inductor's graph of forward and backward → the same, with fp32 attention that drops weights by
-fp16 halves where faster.
+"""Inductor's graph of forward and backward → the same, with attention that drops weights by our
+kernels where faster: of fp32 by fp16 halves, of 16 bits with a bias.
 
-`fx_fuser.passes.attention_split` has the rest. Which weights are dropped depends on whose operation
-it is, so forward and backward are replaced together, ahead of their partition, or neither. A
-graph's seeds are drawn at once, by an operation that Inductor draws those of its own dropout by: so
-CUDA graphs, recomputation and `torch.manual_seed` do what they do there.
+`fx_fuser.passes.attention_split` and its `biased` have the rest. Which weights are dropped depends
+on whose operation it is, so forward and backward are replaced together, ahead of their partition,
+or neither. A graph's seeds are drawn at once, by an operation that Inductor draws those of its own
+dropout by: so CUDA graphs, recomputation and `torch.manual_seed` do what they do there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._inductor import config, inductor_prims
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.native import load
 from fx_fuser.passes.attention_split import (
     ATTENTION,
@@ -28,41 +29,47 @@ from fx_fuser.passes.attention_split import (
     AttentionSplit,
     Site,
     arguments_of,
+    biased,
     items_of,
 )
 from fx_fuser.passes.graph_pass import OF_VALUE, call, loaded
 from fx_fuser.planning import contest
 
 _OUT, _LSE, _SEED, _OFFSET = range(4)  # results of torch's operation
-_SHARED = ("query", "key", "value", "dropout_p", "is_causal", "scale")  # by both operations
+# By both operations.
+_SHARED = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
+Pair = tuple[Site, Site] | tuple[biased.Site, biased.Site]
 
 
 @dataclass(frozen=True)
 class AttentionDropout(AttentionSplit):
-    """fp32 attention that drops weights, by fp16 halves."""
+    """Attention that drops weights. halves: of fp32, too."""
 
     TARGETS = (ATTENTION,)
+    halves: bool = True
 
     def settings(self) -> tuple[Any, ...]:
-        return *super().settings(), "dropout"
+        of_bias = (spec.name for spec in attention_bias.offered())
+        return *super().settings(), "dropout", self.halves, *of_bias
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
         seeds: list[Node] = []
         stays = config.fallback_random or _recomputes_all(graph)
 
         def replace(node: Node) -> str | None:
-            pair = None if stays else _pair_of(node, self.on_cpu)
+            pair = None if stays else _pair_of(node, self.on_cpu, self.halves)
             if pair is None or not (self.on_cpu or _gains(pair, self.strict)):
                 return None
             forward, backward = pair
+            suffix = " with a bias" if isinstance(forward, biased.Site) else ""
             seed = _new_seed(graph, node, seeds)
             # Either both are put in place or, if one cannot be made, none is.
             made = [site.made(seed) for site in pair]
             name = backward.node.target._schema.name  # type: ignore[union-attr]
-            counters[COUNTERS][name.removeprefix("aten::")] += 1
+            counters[COUNTERS][name.removeprefix("aten::") + suffix] += 1
             backward.put(made[1])
             forward.put(made[0])
-            return ""
+            return suffix
 
         return replace
 
@@ -77,7 +84,7 @@ def _recomputes_all(graph: Graph) -> bool:
     return 0 in budgets
 
 
-def _pair_of(node: Node, on_cpu: bool) -> tuple[Site, Site] | None:
+def _pair_of(node: Node, on_cpu: bool, halves: bool) -> Pair | None:
     """An attention that drops weights and its backward, which alone reads what it has saved."""
     items = items_of(node)
     if items is None or not {_LSE, _SEED, _OFFSET} <= items.keys():
@@ -93,11 +100,14 @@ def _pair_of(node: Node, on_cpu: bool) -> tuple[Site, Site] | None:
         return None
     if any(there[name] is not items.get(i) for name, i in saved.items()):
         return None
-    sites = [Site.of(one, on_cpu, drops=True) for one in (node, back)]
-    return None if None in sites else tuple(sites)  # type: ignore[return-value]
+    for kind in (Site, biased.Site) if halves else (biased.Site,):
+        sites = [kind.of(one, on_cpu, drops=True) for one in (node, back)]
+        if None not in sites:
+            return tuple(sites)  # type: ignore[return-value]
+    return None
 
 
-def _gains(pair: tuple[Site, Site], strict: bool) -> bool:
+def _gains(pair: Pair, strict: bool) -> bool:
     device = pair[0].device
     specs = [site.spec for site in pair]
     if not all(load.runs_on(spec, device) for spec in specs) or pair[0].is_small():
