@@ -41,6 +41,7 @@ BATCHES = (1, 2, 3, 5)
 DTYPES = (torch.bfloat16, torch.float16)
 Shape = tuple[int, ...]
 _STEP = torch.ops.aten.threshold_backward.default
+_SAME = torch.ops.aten.alias.default, torch.ops.aten.detach.default  # of a saved result, by torch
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def _steps(made: GraphModule) -> list[tuple[Node, Node]]:
     found = []
     for node in made.graph.find_nodes(op="call_function", target=_STEP):
         relu: Any = node.args[1]
-        while relu.target is torch.ops.aten.alias.default:
+        while relu.target in _SAME:
             relu = relu.args[0]
         assert relu.target is torch.ops.aten.relu.default
         found.append((node, relu.args[0]))
