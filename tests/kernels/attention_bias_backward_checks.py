@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import cast
 
 import torch
 from attention_bias_checks import (
@@ -118,8 +117,7 @@ def judge(
     q, k, _, bias = tensors
     d_out = filled(tuple(q.shape), q.dtype, layout)
     out, lse = forward(tensors, scale, causal, layout)
-    sizes_of = (cast("tuple[int, int, int, int]", tuple(t.shape)) for t in (q, k, k))
-    made = [heads(size, q.dtype, layout, gap=1) for size in sizes_of]
+    made = [heads(t.shape, q.dtype, layout, gap=1) for t in (q, k, k)]
     outer = [n if whole_bias or step else 1 for n, step in zip(bias.shape[:2], bias.stride())]
     sizes = torch.Size((*outer, *bias.shape[2:]))
     if of_bias:

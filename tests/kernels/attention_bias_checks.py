@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def heads(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, layout: str = "bhld", gap: int = 0
+    sizes: Sequence[int], dtype: torch.dtype, layout: str = "bhld", gap: int = 0
 ) -> tuple[Tensor, Tensor]:
     """[B, H, L, D] in that order of memory, with NaN in gaps of 8 · gap elements and around it; and
     all of that memory."""
@@ -130,7 +131,7 @@ def judge(
     """Runs the kernel: is its error at most MOST times torch's, and nothing else written?"""
     q = tensors[0]
     batches, count, queries, _ = q.shape
-    out, whole = heads(tuple(q.shape), q.dtype, layout, gap=1)  # type: ignore[arg-type]
+    out, whole = heads(tuple(q.shape), q.dtype, layout, gap=1)
     whole.fill_(SENTINEL)
     out.fill_(torch.nan)
     rows = -(-queries // 32) * 32  # as torch has them

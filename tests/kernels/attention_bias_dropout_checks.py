@@ -81,7 +81,7 @@ def made(
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
     """out and NAMES by the kernels, the memory that each lies in, and lse."""
     q, k, _, _ = tensors
-    results = [heads(tuple(t.shape), q.dtype, layout, gap=1) for t in (q, q, k, k)]
+    results = [heads(t.shape, q.dtype, layout, gap=1) for t in (q, q, k, k)]
     whole = torch.empty(*of_bias[:2], of_bias[2] + 1, of_bias[3] + 3, device=q.device).to(q.dtype)
     results.append((whole[:, :, : of_bias[2], : of_bias[3]], whole))
     for part, memory in results:
@@ -118,7 +118,7 @@ def judge(
             most = torch.maximum(most, bound.norm())
         if not error <= most:
             failures.append(f"{what}: {name}'s error {error / norm:.2e}, bound {most / norm:.2e}")
-    sums = logits_of(*(t.double() for t in (q, k)), bias.double(), scale, causal).logsumexp(-1)
+    sums = logits_of(q.double(), k.double(), bias.double(), scale, causal).logsumexp(-1)
     same = lse[..., : q.shape[2]].double() == sums  # infinities
     off = torch.where(same, 0.0, (lse[..., : q.shape[2]] - sums).abs()).max()
     if not off <= 1e-5 * (1 + sums[sums.isfinite()].abs().amax().nan_to_num()):
