@@ -162,7 +162,7 @@ def lengths(failures: list[str], shape: int) -> None:
         q, k, v, d_out = one(shape, queries, keys)
         what = f"{queries} queries, {keys} keys, shape {shape}"
         judge(failures, what, shape, q, k, v, d_out, causal, 0.125)
-    # More units than a block is told of at once, where it has many; the tiles of each are its own.
+    # More units a block than its ring holds.
     q, k, v, d_out = one(shape, 9, 70, 20)
     v[:, ::3] *= 1e4
     d_out[:, ::2] *= 1e-5

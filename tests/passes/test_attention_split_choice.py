@@ -26,6 +26,7 @@ from fx_fuser.passes.attention_split import (
     ATTENTION_BACKWARD,
     COUNTERS,
     AttentionSplit,
+    results,
 )
 from fx_fuser.passes.attention_split.biased import AttentionBias
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
@@ -135,7 +136,7 @@ def test_what_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Node:
         raise RuntimeError("our own fault")
 
-    monkeypatch.setattr(attention_split, "call", fail)
+    monkeypatch.setattr(results, "call", fail)
     gm = forward_graph(*SMALL)
     with pytest.warns(UserWarning, match="leaves an attention to the library: RuntimeError"):
         AttentionSplit(on_cpu=True)(gm.graph)

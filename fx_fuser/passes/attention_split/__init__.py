@@ -41,6 +41,7 @@ from fx_fuser.ops.attention_split import (
     NO_DROPOUT,
     of_each_head,
 )
+from fx_fuser.passes.attention_split.results import results_by
 from fx_fuser.passes.graph_pass import GraphPass, call, loaded
 from fx_fuser.passes.products import Products
 from fx_fuser.planning import bench_ops, contest
@@ -312,22 +313,11 @@ class Site:
     def made(self, seed: Node | None = None) -> dict[int, Node]:
         """Index → the node that is to be this one of the results. seed: by which weights are
         dropped."""
-        graph, node = self.node.graph, self.node
-        with graph.inserting_before(node):
-            arguments = self._call(self.function, self._read(), _LSE in self.items, seed)
-            if self.function == FORWARD and _LSE not in self.items:
-                made = [call(graph, node, run.ONE, *arguments)]
-            else:
-                several = call(graph, node, run.MANY, *arguments)
-                count = len(several.meta["val"])
-                made = [call(graph, node, operator.getitem, several, i) for i in range(count)]
-            new = {i: made[i] if i < len(made) else not_read(item)
-                   for i, item in self.items.items()}  # fmt: skip
-        for i, item in self.items.items():
-            forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
-            if forms[0] != forms[1]:
-                raise RuntimeError(f"result {i} would be {forms[1]}, not {forms[0]}")
-        return new
+        saves = _LSE in self.items
+        with self.node.graph.inserting_before(self.node):
+            arguments = self._call(self.function, self._read(), saves, seed)
+        is_one = self.function == FORWARD and not saves
+        return results_by(arguments, is_one, self.node, self.items)
 
     def put(self, new: Mapping[int, Node]) -> None:
         """In place of torch's results."""
@@ -479,10 +469,3 @@ def _is_aligned(form: TensorForm) -> bool:
     """May the kernel read its rows, with elements that are adjacent, in vectors of 16 bytes?"""
     steps = [step for n, step in zip(form.size[:3], form.stride) if n > 1]
     return not form.offset and form.stride[3] == 1 and all(s > 0 and s % 4 == 0 for s in steps)
-
-
-def not_read(item: Node) -> Node:
-    """torch's seed or offset, which our backwards do not read."""
-    value = item.meta["val"]
-    like = {"dtype": value.dtype, "device": value.device}
-    return call(item.graph, item, _aten.empty_strided.default, [], [], **like)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -41,8 +40,8 @@ from fx_fuser.passes.attention_split import (
     COUNTERS,
     arguments_of,
     items_of,
-    not_read,
 )
+from fx_fuser.passes.attention_split.results import results_by
 from fx_fuser.passes.graph_pass import GraphPass, call, loaded
 from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
@@ -307,23 +306,11 @@ class Site:
     def made(self, seed: Node | None = None) -> dict[int, Node]:
         """Index → the node that is to be this one of the results. seed: by which weights are
         dropped."""
-        graph, node = self.node.graph, self.node
         saves = _LSE in self.items
-        with graph.inserting_before(node):
+        with self.node.graph.inserting_before(self.node):
             arguments = self._call(self.function, self._read(), saves, seed)
-            if self.function == FORWARD and not saves:
-                made = [call(graph, node, run.ONE, *arguments)]
-            else:
-                several = call(graph, node, run.MANY, *arguments)
-                count = len(several.meta["val"])
-                made = [call(graph, node, operator.getitem, several, i) for i in range(count)]
-            new = {i: made[i] if i < len(made) else not_read(item)
-                   for i, item in self.items.items()}  # fmt: skip
-        for i, item in self.items.items():
-            forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
-            if forms[0] != forms[1]:
-                raise RuntimeError(f"result {i} would be {forms[1]}, not {forms[0]}")
-        return new
+        is_one = self.function == FORWARD and not saves
+        return results_by(arguments, is_one, self.node, self.items)
 
     def put(self, new: Mapping[int, Node]) -> None:
         """In place of torch's results."""
