@@ -13,7 +13,7 @@ compute what eager mode does, values and gradients.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import random
 import sys
 from collections import Counter
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import seeds
 import torch
 import torch.nn.functional as F
 from describing import assert_described, outcome, traced
@@ -287,7 +288,7 @@ def generate(seed: int) -> Program:
     return Writer(seed).write()
 
 
-def attempt(seed: int, seen: Counter[str] | None = None) -> str:
+def attempt(seed: int, device: str = "cpu", seen: Counter[str] | None = None) -> str:
     """What is wrong with a program; empty if nothing is. seen: counts what was found."""
     program = generate(seed)
     run, given = program.compiled(), [*program.inputs.values()]
@@ -314,37 +315,12 @@ def attempt(seed: int, seen: Counter[str] | None = None) -> str:
     return ""
 
 
-def fuzz(seeds: Sequence[int]) -> tuple[dict[int, str], Counter[str]]:
-    """Seed → fault, and how many were found and refused."""
-    torch.set_num_threads(1)
-    seen: Counter[str] = Counter()
-    found = {}
-    for seed in seeds:
-        try:
-            fault = attempt(seed, seen)
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-        if fault:
-            found[seed] = fault
-            print(f"seed {seed}: {fault[:300]}", flush=True)
-    return found, seen
+fuzz = functools.partial(seeds.fuzz, attempt)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--show", action="store_true", help="the programs, no check")
-    given = parser.parse_args()
-    seeds = range(given.seed, given.seed + given.count)
-    if given.show:
-        for seed in seeds:
-            print(generate(seed).text)
-        return 0
-    found, seen = fuzz(seeds)
-    print(f"{given.count} programs, {len(found)} failed; {dict(seen)}")
-    return int(bool(found))
+def shown(seed: int, device: str) -> str:
+    return generate(seed).text
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeds.main(__doc__, attempt, shown))

@@ -13,12 +13,11 @@ held to the contract against float64.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
+import functools
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("", "passes")]
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import seeds
 import torch
 import torch.nn.functional as F
 from heads import by_eager, found, larger
@@ -283,44 +283,13 @@ def _times(factor: float) -> Callable[[Any], Any]:
     return lambda made: (made[0] * factor, *made[1:]) if isinstance(made, tuple) else made * factor
 
 
-def fuzz(seeds: Sequence[int], device: str = "cpu") -> tuple[dict[int, str], Counter[str]]:
-    """Seed → what is wrong, and how many heads were found."""
-    torch.set_num_threads(1)
-    seen: Counter[str] = Counter()
-    failed = {}
-    for seed in seeds:
-        try:
-            wrong = attempt(seed, device, seen)
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {error}"
-        if wrong:
-            failed[seed] = wrong
-            print(f"seed {seed}: {wrong[:600]}", flush=True)
-    return failed, seen
+fuzz = functools.partial(seeds.fuzz, attempt)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--show", action="store_true", help="the programs, no check")
-    given = parser.parse_args()
-    seeds = range(given.seed, given.seed + given.count)
-    if given.show:
-        for seed in seeds:
-            program = generate(seed, given.device)
-            print(f"# {seed}, {program.trap or 'no trap'}\n{program.text}")
-        return 0
-    parts = [(seeds[i :: given.jobs], given.device) for i in range(given.jobs)]
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
-        results = pool.starmap(fuzz, parts)
-    failed = sum(len(faults) for faults, _ in results)
-    seen = sum((count for _, count in results), Counter[str]())
-    print(f"{given.count} programs, {failed} failed, {dict(seen)}")
-    return int(failed > 0)
+def shown(seed: int, device: str) -> str:
+    program = generate(seed, device)
+    return f"# {program.trap or 'no trap'}\n{program.text}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeds.main(__doc__, attempt, shown))

@@ -15,9 +15,8 @@ is 0 or 1: float64 then takes the side that the program took, which must be with
 
 from __future__ import annotations
 
-import argparse
 import copy
-import multiprocessing
+import functools
 import random
 import sys
 from collections import Counter
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import seeds
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -304,7 +304,7 @@ def _exact(
     return found
 
 
-def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None) -> list[str]:
+def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None) -> str:
     """What is wrong with a program. replaced: counts the gemms, by operation."""
     program = generate(seed, device)
     before = make_fx(program.joint, tracing_mode="fake")(*program.inputs)
@@ -335,47 +335,17 @@ def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None
         bound = max(2 * others, torch.finfo(a.dtype).eps / 4 * e.norm().item())
         if not error <= bound:
             faults.append(f"{i}: error {error:.3g}, bound {bound:.3g}, of {e.norm().item():.3g}")
-    return faults
+    return "; ".join(faults)
 
 
-def fuzz(seeds: Sequence[int], device: str = "cpu") -> tuple[dict[int, list[str]], Counter[str]]:
-    """Seed → faults, and the gemms that were replaced."""
-    torch.set_num_threads(1)
-    replaced: Counter[str] = Counter()
-    found = {}
-    for seed in seeds:
-        try:
-            faults = attempt(seed, device, replaced)
-        except Exception as error:
-            faults = [f"{type(error).__name__}: {error}"]
-        if faults:
-            found[seed] = faults
-            print(f"seed {seed}: {faults}", flush=True)
-    return found, replaced
+fuzz = functools.partial(seeds.fuzz, attempt)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--show", action="store_true", help="the graph before the pass, no check")
-    given = parser.parse_args()
-    seeds = range(given.seed, given.seed + given.count)
-    if given.show:
-        for seed in seeds:
-            program = generate(seed, given.device)
-            print(make_fx(program.joint, tracing_mode="fake")(*program.inputs).code)
-        return 0
-    parts = [(seeds[i :: given.jobs], given.device) for i in range(given.jobs)]
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
-        found = pool.starmap(fuzz, parts)
-    failed = sum(len(faults) for faults, _ in found)
-    replaced = sum((count for _, count in found), Counter[str]())
-    print(f"{given.count} programs, {failed} failed, replaced {dict(replaced)}")
-    return int(failed > 0)
+def shown(seed: int, device: str) -> str:
+    """The graph before the pass."""
+    program = generate(seed, device)
+    return str(make_fx(program.joint, tracing_mode="fake")(*program.inputs).code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeds.main(__doc__, attempt, shown))

@@ -19,9 +19,8 @@ errors of 1e-3 pass, and strides are not compared, since torch's attention of CP
 
 from __future__ import annotations
 
-import argparse
 import copy
-import multiprocessing
+import functools
 import random
 import sys
 from collections import Counter
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import seeds
 import torch
 import torch.nn.functional as F
 from attention_graphs import AsOnCuda
@@ -218,7 +218,7 @@ def _left_backward(
 _ON_CPU = {attention_split.ATTENTION: _left, attention_split.ATTENTION_BACKWARD: _left_backward}
 
 
-def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None) -> list[str]:
+def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None) -> str:
     """What is wrong with a program. replaced: counts the attentions, by operation."""
     program = generate(seed, device)
     before = make_fx(program.joint, tracing_mode="fake")(*program.inputs)
@@ -237,7 +237,7 @@ def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None
     after.recompile()
     mine, theirs = after(*program.inputs), before(*program.inputs)
     doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in program.inputs]
-    return _faults(program, mine, theirs, program.joint(*doubles))
+    return "; ".join(_faults(program, mine, theirs, program.joint(*doubles)))
 
 
 def _norm(value: Tensor) -> float:
@@ -270,38 +270,14 @@ def _faults(
     return faults
 
 
-def fuzz(seeds: Sequence[int], device: str = "cpu") -> tuple[dict[int, list[str]], Counter[str]]:
-    """Seed → faults, and the attentions that were replaced."""
-    torch.set_num_threads(1)
-    replaced: Counter[str] = Counter()
-    found = {}
-    for seed in seeds:
-        try:
-            faults = attempt(seed, device, replaced)
-        except Exception as error:
-            faults = [f"{type(error).__name__}: {str(error)[:300]}"]
-        if faults:
-            found[seed] = faults
-            print(f"seed {seed}: {faults}", flush=True)
-    return found, replaced
+fuzz = functools.partial(seeds.fuzz, attempt)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=1500)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1)
-    given = parser.parse_args()
-    seeds = range(given.seed, given.seed + given.count)
-    parts = [(seeds[i :: given.jobs], given.device) for i in range(given.jobs)]
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
-        found = pool.starmap(fuzz, parts)
-    failed = sum(len(faults) for faults, _ in found)
-    replaced = sum((count for _, count in found), Counter[Any]())
-    print(f"{given.count} programs, {failed} failed, replaced {dict(replaced)}")
-    return int(failed > 0)
+def shown(seed: int, device: str) -> str:
+    """The graph before the pass."""
+    program = generate(seed, device)
+    return str(make_fx(program.joint, tracing_mode="fake")(*program.inputs).code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeds.main(__doc__, attempt, shown, 1500))
