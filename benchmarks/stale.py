@@ -1,21 +1,24 @@
-"""Which results were measured before the product changed: a line for each file of them.
+"""Which results were measured before the code that they depend on changed: a line for each file.
 
-    python -m benchmarks.stale [--check] [--results FOLDER] [--root FOLDER]
+    python -m benchmarks.stale [--check] [--names] [--results FOLDER] [--root FOLDER]
 
-Rows name the commit that was measured. The line says how many commits since then changed what a
-benchmark depends on: the least and the most over the file's rows. This is information only: old
-results may still be right. `--check` fails if rows name no commit, or one that is not in this
-history. Without git, in a shallow clone or in another history it compares nothing.
+Rows name the commit that was measured. The line says how many of the product's files that a
+benchmark depends on have other code now: the fewest and the most over the file's rows. Comments and
+docstrings are not code. `--names` lists the files. This is information only: old results may still
+be right. `--check` fails if rows name no commit, or one that is not in this history. Without git,
+in a shallow clone or in another history it compares nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,45 +26,60 @@ from typing import Any
 from benchmarks import machines, results
 
 ROOT = Path(__file__).parent.parent
-# What every benchmark depends on, as git's pathspecs.
-PRODUCT = (
-    ":(glob)fx_fuser/**/*.py",
-    ":(glob)patterns/*.py",
-    "kernels_cu",
-    ":(exclude,glob)kernels_cu/**/*.md",
-)
+# The product's files, as patterns of fnmatch, whose * also takes slashes.
+PRODUCT = ("fx_fuser/*.py", "patterns/*.py", "kernels_cu/*")
+_KERNELS = ("kernels_cu/common/*", "kernels_cu/nvrtc/*", "fx_fuser/native/*.py")
+_LINEAR = (*_KERNELS, "kernels_cu/host/linear*", "kernels_cu/host/gemm_call.h")
+# Benchmarks of single kernels depend on these; others, of nets and sites, on all of PRODUCT.
+DEPENDS: dict[str, tuple[str, ...]] = {
+    "attention/*": (*_KERNELS, "kernels_cu/attention/*", "kernels_cu/host/attention*",
+                    "fx_fuser/kernels/attention/*.py", "fx_fuser/ops/attention*.py"),
+    "conv_sweep/*": (*_KERNELS, "kernels_cu/conv/*", "kernels_cu/host/conv*",
+                     "fx_fuser/kernels/direct.py"),
+    "heads/*": (*_KERNELS, "kernels_cu/loss/*", "kernels_cu/host/head_loss.h",
+                "fx_fuser/kernels/head_loss.py", "fx_fuser/ops/head_*.py",
+                "fx_fuser/passes/head_loss/*.py"),
+    "linear_fp32/*": (*_LINEAR, "kernels_cu/linear/linear_split*", "kernels_cu/host/split_*",
+                      "fx_fuser/kernels/split.py"),
+    "unaligned/*": (*_LINEAR, "kernels_cu/linear/linear_combs*",
+                    "kernels_cu/linear/linear_unaligned*", "fx_fuser/kernels/unaligned.py"),
+}  # fmt: skip
+# What is no code: in Python from # on and docstrings, in CUDA from // on and between /* and */.
+_PYTHON = re.compile(r'"""(?:[^"\\]|\\.|"(?!""))*"""|#[^\n]*')
+_CUDA = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 FIELDS = ("commit", "new")  # the second: of two trees that took turns the newer one
 DIRTY = "-dirty"  # behind a commit: files differed from it
 
 
 @dataclass
 class File:
-    """commits: commit → its rows; "" of rows that name none. since: commit → later commits that
-    changed the product, None of a commit that this history has not; empty without a history."""
+    """commits: commit → its rows; "" of rows that name none. changed: commit → what it depends on
+    and has other code now, None of a commit that this history has not; empty without a history."""
 
     name: str
     commits: Counter[str]
-    since: dict[str, int | None] = field(default_factory=dict)
+    changed: dict[str, list[str] | None] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
         """What is wrong with its rows, whatever their age."""
         found = []
         if nameless := self.commits[""]:
             found.append(f"{nameless} of {self.commits.total()} rows name no commit")
-        if unknown := [commit for commit, count in self.since.items() if count is None]:
+        if unknown := [commit for commit, files in self.changed.items() if files is None]:
             found.append(f"this history has no commit {', '.join(sorted(unknown))}")
         return found
 
-    def behind(self) -> list[int]:
-        """Over its commits, in order."""
-        return sorted(count for count in self.since.values() if count is not None)
+    def names(self) -> list[str]:
+        """The files that changed since any of its commits."""
+        return sorted({name for files in self.changed.values() for name in files or ()})
 
     def __str__(self) -> str:
         said = self.faults()
-        if counts := self.behind():
+        if counts := sorted(len(files) for files in self.changed.values() if files is not None):
             least, most = counts[0], counts[-1]
             changes = str(most) if least == most else f"{least} to {most}"
-            said.append(f"{changes} commits to the product since" if most else "the product as is")
+            plural = "" if changes == "1" else "s"
+            said.append(f"{changes} file{plural} changed since" if most else "the code as it is")
         return f"{self.name}: {'; '.join(said) or 'not compared'}"
 
 
@@ -100,32 +118,81 @@ def has_history(root: Path) -> bool:
     return git(root, "rev-parse", "--is-shallow-repository") == "false"
 
 
-def commits_since(root: Path, commit: str) -> int | None:
-    """How many later commits changed the product; None of a commit that is not an ancestor."""
-    begin = commit.removesuffix(DIRTY)
-    if git(root, "merge-base", "--is-ancestor", begin, "HEAD") is None:
-        return None
-    count = git(root, "rev-list", "--count", f"{begin}..HEAD", "--", *PRODUCT)
-    return None if count is None else int(count)
+def is_ancestor(root: Path, commit: str) -> bool:
+    return git(root, "merge-base", "--is-ancestor", commit, "HEAD") is not None
+
+
+def code(name: str, text: str) -> str:
+    """The text without comments, docstrings and line breaks."""
+    bare = (_PYTHON if name.endswith(".py") else _CUDA).sub("", text)
+    return " ".join(bare.split())
+
+
+class History:
+    """The product's files at a commit, compared with those of HEAD."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.now = self._files("HEAD")
+        self._code: dict[str, str] = {}  # of a blob
+
+    def _files(self, commit: str) -> dict[str, str]:
+        """File → its blob."""
+        listed = git(self.root, "ls-tree", "-r", commit) or ""
+        split = (line.split("\t", 1) for line in listed.splitlines())
+        files = {name: about.split()[2] for about, name in split if not name.endswith(".md")}
+        return {name: blob for name, blob in files.items() if matches(name, PRODUCT)}
+
+    def _read(self, name: str, blob: str) -> str:
+        if blob not in self._code:
+            self._code[blob] = code(name, git(self.root, "cat-file", "blob", blob) or "")
+        return self._code[blob]
+
+    def changed_since(self, commit: str) -> list[str]:
+        """Files whose code is not what it was; those that are new or gone are among them."""
+        then = self._files(commit)
+        return sorted(n for n in {*then, *self.now} if self._differs(n, then.get(n)))
+
+    def _differs(self, name: str, then: str | None) -> bool:
+        now = self.now.get(name)
+        if then is None or now is None:
+            return True
+        return then != now and self._read(name, then) != self._read(name, now)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def depends_on(name: str) -> tuple[str, ...]:
+    """The patterns of what a file of results depends on."""
+    return next((wanted for key, wanted in DEPENDS.items() if matches(name, [key])), PRODUCT)
 
 
 def examined(folder: Path, root: Path) -> list[File]:
     """Every file of results, with the history of the checkout at root."""
     paths = sorted(path for path in folder.rglob("*.json") if path.parent.name != machines.FOLDER)
     files = [File(str(p.relative_to(folder)), commits_of(p.read_text())) for p in paths]
-    if has_history(root):
-        named = {commit for file in files for commit in file.commits if commit}
-        since = {commit: commits_since(root, commit) for commit in named}
-        if all(count is None for count in since.values()):
-            return files  # of another history, say a copy's that begins with one commit
-        for file in files:
-            file.since = {commit: since[commit] for commit in file.commits if commit}
+    if not has_history(root):
+        return files
+    named = {commit: commit.removesuffix(DIRTY) for f in files for commit in f.commits if commit}
+    known = {commit for commit in set(named.values()) if is_ancestor(root, commit)}
+    if not known:
+        return files  # of another history, say a copy's that begins with one commit
+    history = History(root)
+    since = {commit: history.changed_since(commit) for commit in sorted(known)}
+    for file in files:
+        wanted = depends_on(file.name)
+        for commit in filter(None, file.commits):
+            found = since.get(named[commit])
+            file.changed[commit] = found and [name for name in found if matches(name, wanted)]
     return files
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stale")
     parser.add_argument("--check", action="store_true", help="fail where a commit lacks")
+    parser.add_argument("--names", action="store_true", help="the files that changed")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="of the history")
     args = parser.parse_args(arguments)
@@ -133,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not has_history(args.root):
         print(f"no whole git history at {args.root}: how old results are is not known")
     for file in files:
-        print(file)
+        print(file, *(file.names() if args.names else ()), sep="\n    ")
     faults = [f"{file.name}: {fault}" for file in files for fault in file.faults()]
     return results.verdict(faults) if args.check else 0
 

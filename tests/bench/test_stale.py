@@ -1,4 +1,4 @@
-"""Which results are older than the product, by the commits that their rows name."""
+"""Which results are older than the code that they depend on, by the commits of their rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(root: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[
     return status, *capsys.readouterr()
 
 
-def test_commits_to_the_product_are_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_files_are_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = commit(root, "fx_fuser/a/b.py", "1")
     commit(root, "kernels_cu/linear/NOTES.md", "a log")
     commit(root, "docs/a.md", "a page")
@@ -57,12 +57,57 @@ def test_commits_to_the_product_are_counted(root: Path, capsys: pytest.CaptureFi
     keep(root / "results", "turns.json", {"old": first, "new": last, "rows": []})
     status, said, failed = run(root, capsys, "--check")
     assert said.splitlines() == [
-        "record.json: 3 commits to the product since",
-        "rows.json: 0 to 3 commits to the product since",
-        "sweep.json: 2 to 3 commits to the product since",
-        "turns.json: the product as is",
+        "record.json: 3 files changed since",
+        "rows.json: 0 to 3 files changed since",
+        "sweep.json: 2 to 3 files changed since",
+        "turns.json: the code as it is",
     ]
     assert (status, failed) == (0, "")
+    _, said, _ = run(root, capsys, "--names")
+    assert said.splitlines()[:2] == ["record.json: 3 files changed since", "    fx_fuser/c.py"]
+
+
+def test_a_comment_is_no_change(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(root, "fx_fuser/a.py", 'def f(x):\n    """Twice x."""\n    return x + x\n')
+    first = commit(root, "kernels_cu/a.cuh", "int f(); // once\n/* long\n */ int g();\n")
+    keep(root / "results", "record.json", {"commit": first})
+    commit(root, "fx_fuser/a.py", 'def f(x):\n    """x twice."""\n    return x + x  # a sum\n')
+    commit(root, "kernels_cu/a.cuh", "// two\nint f();\nint g();\n")
+    assert run(root, capsys)[1] == "record.json: the code as it is\n"
+    commit(root, "fx_fuser/a.py", 'def f(x):\n    """x twice."""\n    return 2 * x  # a sum\n')
+    commit(root, "kernels_cu/b.cuh", "int h();\n")
+    git(root, "rm", "-q", "kernels_cu/a.cuh")
+    git(root, "commit", "-qm", "gone")
+    assert run(root, capsys, "--names")[1].splitlines() == [
+        "record.json: 3 files changed since",
+        *(f"    {name}" for name in ("fx_fuser/a.py", "kernels_cu/a.cuh", "kernels_cu/b.cuh")),
+    ]
+
+
+def test_a_kernel_depends_on_its_own_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = commit(root, "kernels_cu/attention/a.cuh", "1")
+    keep(root / "results", "net.json", {"commit": first})
+    (root / "results" / "attention").mkdir()
+    keep(root / "results" / "attention", "forward.json", {"commit": first})
+    commit(root, "kernels_cu/conv/a.cuh", "2")
+    assert run(root, capsys)[1].splitlines() == [
+        "attention/forward.json: the code as it is",
+        "net.json: 1 file changed since",
+    ]
+
+
+def test_every_dependency_is_there() -> None:
+    folders = (stale.ROOT / name for name in ("fx_fuser", "kernels_cu", "patterns"))
+    files = [p.relative_to(stale.ROOT).as_posix() for f in folders for p in f.rglob("*.*")]
+    lost = {
+        pattern
+        for patterns in (stale.PRODUCT, *stale.DEPENDS.values())
+        for pattern in patterns
+        if not any(stale.matches(name, [pattern]) for name in files)
+    }
+    assert lost == set()
+    kept = [str(p.relative_to(results.FOLDER)) for p in results.FOLDER.rglob("*.json")]
+    assert [key for key in stale.DEPENDS if not any(stale.matches(n, [key]) for n in kept)] == []
 
 
 def test_a_row_without_a_commit_and_an_unknown_one_fail(
@@ -78,7 +123,7 @@ def test_a_row_without_a_commit_and_an_unknown_one_fail(
         "FAILED rows.json: 2 of 4 rows name no commit",
         "FAILED rows.json: this history has no commit abcdef0",
     ]
-    assert "2 of 4 rows name no commit; this history has no commit abcdef0; the product" in said
+    assert "2 of 4 rows name no commit; this history has no commit abcdef0; the code" in said
 
 
 def test_without_a_history_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
