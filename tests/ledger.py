@@ -5,8 +5,8 @@
 
 CI has no GPU, so it cannot run them. The ledger says of each when it last passed, with a hash of
 what it depends on: its own file, the `*checks.py` beside it, `SHARED`, and the folders that
-`COVERS` names for its file, but for `.md`. That is a rule, not a proof: a change elsewhere, say of
-how a graph is matched, may break one that is not listed.
+`COVERS` names for its file, but for `.md`, comments and docstrings. That is a rule, not a proof: a
+change elsewhere, say of how a graph is matched, may break one that is not listed.
 """
 
 from __future__ import annotations
@@ -53,19 +53,22 @@ _REST = ("fx_fuser/graph", "fx_fuser/passes", "fx_fuser/planning", "fx_fuser/ver
 @functools.cache
 def product_hash(test_file: str, root: Path = ROOT) -> str:
     """Of the files that the tests of this file depend on, by the rule above."""
+    from benchmarks.stale import code  # each run of pytest imports this file
+
     found = hashlib.sha256()
     files = {root / test_file, *(root / test_file).parent.glob("*checks.py")}
     for folder in {*SHARED, *COVERS.get(test_file, _REST)}:
         files.update(f for f in (root / folder).rglob("*") if f.is_file())
     for file in sorted(files):
         if file.suffix not in (".md", ".pyc"):
-            found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+            text = code(file.name, file.read_text())
+            found.update(f"{file.relative_to(root)}\0{text}\0".encode())
     return found.hexdigest()[:16]
 
 
 def here() -> dict[str, str]:
     """What a run has in common. FX_FUSER_COMMIT: of a copy that has no .git."""
-    from benchmarks.run import commit_here  # each run of pytest imports this file
+    from benchmarks.run import commit_here
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     commit = os.environ.get("FX_FUSER_COMMIT") or commit_here() or "unknown"
