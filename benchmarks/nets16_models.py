@@ -214,6 +214,25 @@ def _torchvision(name: str, small: bool, dropout: bool) -> nn.Module:
     return made
 
 
+class _FrozenNorm(nn.BatchNorm2d):
+    """As backbones are fine-tuned for detection: never trained, always in evaluation."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> _FrozenNorm:
+        return super().train(False)
+
+
+def _frozen_resnet(small: bool, dropout: bool) -> nn.Module:
+    import torchvision
+
+    classes = 10 if small else 1000
+    made: nn.Module = torchvision.models.resnet50(num_classes=classes, norm_layer=_FrozenNorm)
+    return made
+
+
 def _timm_vit(small: bool, dropout: bool) -> nn.Module:
     import timm
 
@@ -240,6 +259,7 @@ def _of_images() -> list[Net16]:
         net("mobilenet_v3_large", 128),
         net("efficientnet_b0", 64),
         net("resnet50", 128),
+        net("frozen_resnet50", 128, make=_frozen_resnet, said="BatchNorms frozen"),
         net("resnet18", 32),
         net("densenet121", 64),
         net("inception_v3", 64, side=299, small_side=96, said="no auxiliary head"),

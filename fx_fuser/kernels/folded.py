@@ -1,5 +1,6 @@
 """The library's own fused call, relu(convolution + bias + addend), with BatchNorm folded into the
-weight: `fx_fuser.ops.folded`, in inference. The kernel that folds is kernels_cu/conv/fold.cuh.
+weight: `fx_fuser.ops.folded`, in inference, and in training with a frozen BatchNorm. The kernel
+that folds is kernels_cu/conv/fold.cuh.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Folded(Kernel):
     """Not in fp16: a weight times BatchNorm's scale may over- or underflow."""
 
     name = FOLDED
-    sites = "Conv2d + BatchNorm + ReLU by cuDNN, in inference"
+    sites = "Conv2d + BatchNorm + ReLU by cuDNN, in inference or with a frozen BatchNorm"
     kinds = CONVOLUTION_KINDS
     grows = True
     needs_cuda = False
@@ -60,7 +61,7 @@ class Folded(Kernel):
 
     def takes(self, case: Case) -> bool:
         c = case.tensors[0]
-        if case.has_backward() or c.dtype not in self.dtypes:
+        if c.dtype not in self.dtypes or (case.has_backward() and not _is_frozen(case)):
             return False
         if case.options.exported:  # whose files hold ops that load their own kernels
             return False
@@ -92,6 +93,21 @@ class Folded(Kernel):
 
 def _is_normed(case: Case) -> bool:
     return "running_mean" in case.site.operands
+
+
+def _is_frozen(case: Case) -> bool:
+    """May it be trained: is there a BatchNorm in evaluation whose parameters need no gradient?
+
+    And does x come in channels_last, so that what backward reads has the strides it has in eager
+    mode?
+    """
+    if not _is_normed(case) or case.site.attrs["training"]:
+        return False
+    asked = case.gradients()
+    return (
+        not any(asked.get(name) for name in ("bias", "gamma", "beta"))
+        and memory_format_of(case.operand("x")) == torch.channels_last
+    )
 
 
 def _has_shift(case: Case) -> bool:

@@ -9,6 +9,10 @@ update is missed. `fx_fuser.passes.folding` joins the calls of several layers in
 call makes is in one tensor, of which the graph takes views: two tensors a layer were most of what a
 call cost the host (kernels_cu/NOTES.md).
 
+In training the BatchNorm is frozen: it is in evaluation, and its parameters need no gradient. The
+forward is the same. Backward keeps x, the folded weight and y, and calls the library's convolution
+backward on dz = dy · (y > 0); the gradient of weight is that of the folded weight times the scale.
+
 cuDNN reads the bias in the dtype of x. Its call is `aten::cudnn_convolution_relu` or
 `_add_relu`, which follow torch's cuDNN settings (TF32, benchmark), as eager's convolution does.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +36,7 @@ from fx_fuser.graph.epilogue import Epilogue, accumulation_dtype
 from fx_fuser.kernels.folded import addend_of_relu, fold_spec
 from fx_fuser.native import load
 from fx_fuser.ops import run
+from fx_fuser.ops.once import differentiable_once
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _CHANNELS_LAST = torch.channels_last
@@ -77,6 +83,11 @@ def _layers(
     ]
 
 
+def _scale(var: Tensor, gamma: Tensor | None, eps: float, acc: torch.dtype) -> Tensor:
+    scale = (var.to(acc) + eps).rsqrt()
+    return scale if gamma is None else scale * gamma.to(acc)
+
+
 def fold_in_torch(
     weights: Sequence[Tensor],
     vectors: Sequence[Tensor],
@@ -89,7 +100,7 @@ def fold_in_torch(
     for weight, layer, epsilon in zip(weights, _layers(weights, vectors, given), eps):
         acc = accumulation_dtype((weight.dtype, out))
         wide = {name: vector.to(acc) for name, vector in layer.items()}
-        scale = (wide["running_var"] + epsilon).rsqrt() * wide.get("gamma", 1.0)
+        scale = _scale(wide["running_var"], wide.get("gamma"), epsilon, acc)
         shift = (wide.get("bias", 0.0) - wide["running_mean"]) * scale + wide.get("beta", 0.0)
         folded = (weight.to(acc) * scale.view(-1, 1, 1, 1)).to(out)
         results += [folded.contiguous(memory_format=_CHANNELS_LAST), shift.to(out)]
@@ -170,6 +181,9 @@ def call(
     inner compiler sees; `fx_fuser.passes.folding` moves it on where a site adds the result.
     """
     fold = functools.partial(_fold_by_op, operands["x"])
+    tracked = operands["x"], operands["weight"], *t
+    if torch.is_grad_enabled() and any(v.requires_grad for v in tracked):
+        return _trained(operands, config, epilogue, t, compute)
     return bound(operands, config, epilogue, t, compute, fold)()
 
 
@@ -184,17 +198,10 @@ def bound(
     """What `call` runs once the weight is folded, by `fold`, called as `fold_in_torch` is."""
     weight, bias = operands["weight"], operands["bias"]
     if "running_mean" in operands:
-        present = {n: operands[n] for n in _VECTORS if operands[n] is not None}
-        given = sum(bit for name, bit in _OPTIONAL.items() if name in present)
-        vectors, eps = [*present.values()], [config["eps"]]
-        weight, bias = fold([weight], vectors, [given], eps, compute)
+        weight, bias = fold([weight], *_normed(operands, config), compute)
     else:
         weight, bias = (v if v is None else v.to(compute) for v in (weight, bias))
-    x, padding = padded(operands["x"].to(compute), config)
-    if suggest_memory_format(operands["weight"]) == _CHANNELS_LAST:
-        # As x was when the site was planned. Inductor's decompositions may make another layout,
-        # of `cat([a, a], 1)` say, and torch's convolution would go by the weight.
-        x = x.contiguous(memory_format=_CHANNELS_LAST)
+    x, padding = _laid(operands, config, compute)
     geometry = (config["stride"], padding, config["dilation"], config["groups"])
 
     def convolution(*args: Any) -> Callable[[], Tensor]:
@@ -212,6 +219,23 @@ def bound(
     return alone
 
 
+def _normed(operands: Operands, config: Config) -> tuple[list[Tensor], list[int], list[float]]:
+    """A layer's vectors, which of them there are, and eps, as `fold` takes them."""
+    present = {n: operands[n] for n in _VECTORS if operands[n] is not None}
+    given = sum(bit for name, bit in _OPTIONAL.items() if name in present)
+    return [*present.values()], [given], [config["eps"]]
+
+
+def _laid(operands: Operands, config: Config, compute: torch.dtype) -> tuple[Tensor, list[int]]:
+    """x as the convolution reads it, and the padding that is left."""
+    x, padding = padded(operands["x"].to(compute), config)
+    if suggest_memory_format(operands["weight"]) == _CHANNELS_LAST:
+        # As x was when the site was planned. Inductor's decompositions may make another layout,
+        # of `cat([a, a], 1)` say, and torch's convolution would go by the weight.
+        x = x.contiguous(memory_format=_CHANNELS_LAST)
+    return x, padding
+
+
 def _fold_by_op(
     after: Tensor, weights: Sequence[Tensor], vectors: Sequence[Tensor], given: Sequence[int],
     eps: Sequence[float], out: torch.dtype,
@@ -222,3 +246,75 @@ def _fold_by_op(
     places = places_of(weights, out)
     args = weights, vectors, given, eps, places, spec.name, out, after
     return parts_of(torch.ops.fx_fuser.fold.default(*args), weights, places)
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a call is given besides tensors."""
+
+    geometry: tuple[Any, ...]  # stride, padding, dilation, groups
+    relu: bool
+
+
+class _Folded(torch.autograd.Function):
+    """relu(conv2d(x, folded) + shift + addend), or the convolution alone. folded: weight · scale,
+    of which no gradient is asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: _Layer,
+        x: Tensor,
+        weight: Tensor,
+        addend: Tensor | None,
+        folded: Tensor,
+        shift: Tensor,
+        scale: Tensor,
+    ) -> Tensor:
+        others = (shift, addend) if layer.relu else (None, None)
+        args = x, folded, *others, *layer.geometry, layer.relu
+        y = run.one(*run.arguments("conv2d_folded", args))()
+        ctx.layer, ctx.dtype = layer, weight.dtype
+        ctx.save_for_backward(x, folded, scale, *([y] if layer.relu else []))
+        return y
+
+    @staticmethod
+    @differentiable_once(lambda ctx: "conv2d_folded")
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, folded, scale, *y = ctx.saved_tensors
+        dz = torch.ops.aten.threshold_backward(dy, *y, 0) if y else dy
+        stride, padding, dilation, groups = ctx.layer.geometry
+        geometry = stride, padding, dilation, False, [0, 0], groups
+        _, of_x, of_weight, of_addend, *_ = ctx.needs_input_grad
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            dz, x, folded, None, *geometry, [of_x, of_weight, False]
+        )
+        if of_weight:
+            dw = (dw.to(scale.dtype) * scale.view(-1, 1, 1, 1)).to(ctx.dtype)
+        return None, dx, dw, dz if of_addend else None, None, None, None
+
+
+def _trained(
+    operands: Operands,
+    config: Config,
+    epilogue: Epilogue,
+    t: Sequence[Tensor],
+    compute: torch.dtype,
+) -> Tensor:
+    """As `call`, with gradients of x, weight and the addend. Its BatchNorm is frozen."""
+    x, padding = _laid(operands, config, compute)
+    weight, of_layer = operands["weight"], _normed(operands, config)
+    with torch.no_grad():
+        folded, shift = _fold_by_op(operands["x"], [weight.detach()], *of_layer, compute)
+        acc = accumulation_dtype((weight.dtype, compute))
+        scale = _scale(operands["running_var"], operands["gamma"], config["eps"], acc)
+    layer = _Layer(
+        (config["stride"], padding, config["dilation"], config["groups"]), bool(epilogue.steps)
+    )
+    found = addend_of_relu(epilogue) if layer.relu else None
+    addend = t[int(found[1:])] if found else None
+    y: Tensor = _Folded.apply(layer, x, weight, addend, folded, shift, scale)
+    return y if layer.relu else y + per_channel(shift)

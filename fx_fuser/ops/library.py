@@ -392,7 +392,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
     operands, config, (text, t, s, compute, out, native) = split_arguments(anchor, args)
     epilogue = parse(text)
     with torch.autocast(operands["x"].device.type, enabled=False):
-        if config.get("product") == FOLDED:  # plan has seen that nothing needs a gradient
+        if config.get("product") == FOLDED:
             return [folded.call(operands, config, epilogue, t, compute)]
         cast(anchor, operands, compute)
         call = FusedCall(anchor, config, epilogue, list(s), out)

@@ -74,3 +74,29 @@ def check(model: nn.Module, *inputs: Tensor, dynamic: Any = None, **options: Any
     assert found.stride() == eager.stride()
     assert found.dtype == eager.dtype
     return found
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """In channels_last; no BatchNorm is trained, and no convolution's bias."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval().requires_grad_(False)
+        elif isinstance(module, nn.Conv2d) and module.bias is not None:
+            module.bias.requires_grad_(False)
+    return model.to(memory_format=torch.channels_last)
+
+
+Step = tuple[Tensor, dict[str, Tensor]]  # a result; gradients, by name
+
+
+def step(model: nn.Module, x: Tensor, call: Any = None, needs_x: bool = True) -> Step:
+    """A training step from a copy of x."""
+    model.zero_grad()
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(needs_x)
+    y = (model if call is None else call)(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), grads if x.grad is None else {"x": x.grad, **grads}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from folded_nets import FORCED, check, net, relative
+from folded_nets import FORCED, check, frozen, net, relative, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -203,3 +203,23 @@ def test_many_launches_are_the_same() -> None:
         first = compiled(x)
         for _ in range(200):  # of 8 convolutions and folds each
             assert torch.equal(compiled(x), first)
+
+
+@folds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_with_frozen_norms(dtype: torch.dtype, autocast: bool) -> None:
+    model = frozen(on_gpu(torch.channels_last, dtype))
+    x = images(4, 3, 65, 64, form=torch.channels_last, dtype=dtype)
+    exact, wide = step(copy.deepcopy(model).double(), x.double())
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        y, eager = step(model, x)
+        compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+        found, ours = step(model, x, compiled)
+    assert taken() == SITES
+    floor = 4e-7 if y.dtype == torch.float32 else torch.finfo(y.dtype).eps / 4
+    assert relative(found, exact) <= max(2 * relative(y, exact), floor)
+    assert ours.keys() == eager.keys()
+    for name, grad in ours.items():
+        assert (grad.dtype, grad.stride()) == (eager[name].dtype, eager[name].stride()), name
+        assert relative(grad, wide[name]) <= max(2 * relative(eager[name], wide[name]), floor), name
