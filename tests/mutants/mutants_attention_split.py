@@ -56,7 +56,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         DROPPING,
         "return 0 in budgets",
         "return False",
-        (f"{DROPS}::test_where_backward_recomputes_all_seeds_are_torchs",),
+        (f"{DROPS}::test_where_backward_recomputes_all_seeds_are_torchs[None]",),
     ),
     (
         "attention by halves: a seed each",
