@@ -57,8 +57,8 @@ def test_refusals(gpu: EmulatedGpu) -> None:
     [
         (True, None, 0.1, "has no seed"),
         (True, torch.tensor([1.0]), 0.1, "not one number of int64"),
-        (True, torch.tensor([1]), 0.0, "which is not this kernel's"),
-        (False, torch.tensor([1]), 0.1, "which is not this kernel's"),
+        (True, torch.tensor([1]), 0.0, "for which this kernel was not compiled"),
+        (False, torch.tensor([1]), 0.1, "for which this kernel was not compiled"),
     ],
 )
 def test_what_is_no_dropout(

@@ -65,8 +65,8 @@ def test_refusals(gpu: EmulatedGpu) -> None:
         (FORWARD, None, 0.1, "has no seed"),
         (FORWARD, torch.tensor([1.0]), 0.1, "not one number of int64"),
         (FORWARD, torch.tensor([1, 2]), 0.1, "not one number of int64"),
-        (FORWARD, torch.tensor([1]), 0.0, "which is not this kernel's"),
-        (attention.spec_of(0), torch.tensor([1]), 0.1, "which is not this kernel's"),
+        (FORWARD, torch.tensor([1]), 0.0, "for which this kernel was not compiled"),
+        (attention.spec_of(0), torch.tensor([1]), 0.1, "for which this kernel was not compiled"),
     ],
 )
 def test_what_is_no_dropout(
