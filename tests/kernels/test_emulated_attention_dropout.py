@@ -78,7 +78,7 @@ def test_what_is_no_dropout(
 
 
 def test_as_graphs_call_it(gpu: EmulatedGpu) -> None:
-    """Kernels make what torch's operations make of the same seed, and read it when they run."""
+    """Results equal torch's operations' for the same seed, which kernels read as they run."""
     torch.manual_seed(0)
     q, d_out = heads(2, 37, 40), heads(2, 37, 40)
     k, v = (heads(1, 21, 40) for _ in range(2))
