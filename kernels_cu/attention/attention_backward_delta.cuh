@@ -1,4 +1,5 @@
-// Of the backward of attention by fp16 halves: what is found of each query ahead of it.
+// The split attention's backward: the kernel ahead of its passes, which computes each query's lse,
+// delta and error bounds.
 #pragma once
 
 #include "attention/attention_backward_args.h"
@@ -8,8 +9,8 @@ namespace fx_fuser::attention_backward {
 
 using namespace attention_split;
 
-// Also of queries beyond the last one, which are none. With dropout D and delta are smaller by its
-// factor, so that it is but once in a gradient.
+// One warp per query, also for the padding beyond the last one. With dropout, D and delta lack the
+// factor of kept weights, so that a gradient is multiplied by it only once.
 template <bool kDrops>
 __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -42,12 +43,12 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
   if constexpr (kDrops) {
     sum *= args.dropout.kept;
     terms *= args.dropout.kept;
-    // Where all keys are dropped, D is zeros as well, and nothing is lost of it.
+    // If all keys are dropped, D is zero as well and has no error.
     const bool may_be_nothing = !__any_sync(0xFFFFFFFF, has_out) && is_there;
     if (may_be_nothing && are_all_dropped(args.dropout, head, query, seen)) terms = infinity();
   }
   if (lane != 0) return;
-  // By log2(e) in two floats, so that it is not rounded once more.
+  // lse times log2(e) as two floats, to avoid another rounding.
   constexpr float kLog2OfE = 1.44269504088896341f;
   constexpr float kRestOfLog2OfE = static_cast<float>(1.4426950408889634 - double{kLog2OfE});
   float lse = -minus_infinity();
@@ -56,11 +57,11 @@ __device__ __forceinline__ void find_deltas(const AttentionDeltaArgs& args) {
     const float natural = args.lse[int64_t{head} * args.lse_rows + query];
     lse = natural * kLog2OfE;
     rest = fmaf(natural, kLog2OfE, -lse) + natural * kRestOfLog2OfE;
-    // Of what is larger no factor is near 1; of infinities it is a NaN.
+    // A larger rest has no factor near 1; that of an infinity is NaN.
     if (!(fabsf(rest) < 0x1p-8f)) rest = 0;
   }
-  // What truncation took of out is given back, and as much taken as of dO vᵀ, from which delta is
-  // subtracted: where values have a mean, nearly all of both cancels.
+  // Adds what truncation took from out, and subtracts what it takes from dO vᵀ, from which delta is
+  // subtracted: if values have a mean, the two nearly cancel.
   const auto terms_of_out = static_cast<float>(min(seen, kAttentionPromoted));
   const float change = terms_of_out * args.truncated_by_key - args.d_weights_truncated;
   const float delta = fabsf(sum) < infinity() ? fmaf(sum, change, sum) : sum;

@@ -1,4 +1,4 @@
-// Of the backward of attention by fp16 halves: how a warp's gradients are made again, in fp32.
+// The split attention's backward: recomputes a warp's gradients in fp32.
 #pragma once
 
 #include "attention/attention_backward_tiles_sm90.cuh"
@@ -54,7 +54,7 @@ struct Repair {
         const AttentionQuery query = queries[L::kHasColumns ? column : first_row + r];
         weight[r] = ptx::exp2(fmaf(weight[r], args.log_scale, -query.of.lse));
         weight[r] *= rest_of_lse(query).factor();
-        // delta is too small by what the tensor core truncates, which fp32 arithmetic does not.
+        // delta is corrected for the tensor core's truncation; fp32 arithmetic needs it undone.
         const float delta = query.of.delta * args.undo_truncation;
         bool drops = false;
         if constexpr (L::kDrops) {
@@ -84,9 +84,9 @@ struct Repair {
     }
   }
 
-  // The warp's rows.
+  // Recomputes the warp's rows.
   __device__ __forceinline__ void run(int first_row) const {
-    __syncwarp();  // what its lanes have stored of these rows is written over
+    __syncwarp();  // overwrites what other lanes have stored of these rows
 #pragma unroll 1
     for (int row = first_row; row < first_row + kRowsOfWarp; row += kRowsAtOnce) {
       if (row < args.row_count) run_rows(row);

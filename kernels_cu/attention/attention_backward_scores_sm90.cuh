@@ -1,4 +1,4 @@
-// Of the backward of attention by fp16 halves: P and G of a warpgroup's rows and a tile.
+// The split attention's backward: from S and D to P and G.
 #pragma once
 
 #include "attention/attention_backward_tiles_sm90.cuh"
@@ -8,7 +8,7 @@ namespace fx_fuser::attention_backward {
 
 using namespace attention_split;
 
-// P and G, for a warpgroup's rows and a tile.
+// A thread's S and D, then P and G, of its rows and a tile.
 template <class L>
 struct Scores {
   float score[L::kScores];
@@ -16,7 +16,7 @@ struct Scores {
   float score_unscale[2];
   float other_unscale[2];
 
-  // query_of(i): of the eight columns from 2i on.
+  // query_of(i): the queries of the eight columns from 2i on.
   template <class QueryOf>
   __device__ __forceinline__ void make(typename L::Shared& shared, const QueryOf& query_of,
                                        Weights<L>& weights, float (&largest)[2]) {
@@ -41,10 +41,10 @@ struct Scores {
           if (Dropped<L>::has(dropped, at)) weight[t] = 0;
         }
         if constexpr (L::kMakesValues) {
-          // 2^15: not in the exponent, whose fraction it would take.
+          // 2^15 as a factor: added to the exponent, it would cost bits of its fraction.
           constexpr float kScale = 1 / Weights<L>::kUnscale;
           float factor[2] = {kScale, kScale};
-          if constexpr (!L::kMakesRows) {  // queries have it, times their own
+          if constexpr (!L::kMakesRows) {  // tell_query stored it there, times the query's factor
             factor[0] = of_queries.at(r, 0).delta;
             factor[1] = of_queries.at(r, 1).delta;
           }
@@ -56,7 +56,7 @@ struct Scores {
     }
   }
 
-  // G as halves; what undoes its scale.
+  // Converts G to halves, with one scale per row. unscale: undoes it.
   __device__ __forceinline__ void halve(const float (&largest)[2], Weights<L>& gradient,
                                         float (&unscale)[2]) {
     float scale[2];

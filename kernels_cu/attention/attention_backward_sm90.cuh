@@ -1,20 +1,21 @@
-// dq, dk and dv of out = softmax(scale · q kᵀ) v in fp32, by fp16 halves, for sm_90a.
+// Split attention, backward: dq, dk and dv of out = softmax(scale · q kᵀ) v in fp32, by fp16
+// halves, for sm_90a.
 //
 //   S = scale · q kᵀ   P = exp(S - lse)   D = dO vᵀ   G = P ∘ (D - delta)   delta = sum(out ∘ dO)
 //   dv = Pᵀ dO         dq = scale · G k   dk = scale · Gᵀ q
 //
-// Halves, scales and feed are the forward's (attention_split_sm90.cuh). Rows stay with a warpgroup,
-// queries or keys, and their gradient is summed in its registers, while tiles of the others pass:
-// so S and D, or their transposes, come out of the tensor core as P and G go into it, in registers,
-// nothing is added up in memory, and results are the same bits each time. The price is that S and D
-// are made once for dq and once more for dk and dv. At D = 128 registers hold one sum beside its
-// product, so that dv has a pass of its own, and S is made three times.
+// Halves, scales and producers are the forward's (attention_split_sm90.cuh). A consumer warpgroup
+// keeps its rows, queries or keys, sums their gradient in registers and iterates over tiles of the
+// others. So S and D, or their transposes, have the registers' layout that P and G need as
+// operands, nothing is accumulated in memory, and results are bit for bit reproducible. The price:
+// S and D are computed once for dq and again for dk and dv. At D = 128 registers hold only one sum
+// in addition to its product, so dv has a pass of its own, and S is computed three times.
 //
-// Of G each row has, in each tile, the scale of its largest. Products of each tile begin at zero,
-// and fp32 sums take them, with all scales undone.
+// Each row of G has a scale per tile, from its largest. A tile's products begin at zero and are
+// added to fp32 sums, with all scales undone.
 //
-// With dropout D and P that goes into dv are zero where a weight is dropped; the factor of those
-// that are kept goes into the results, and delta is divided by it.
+// With dropout, D and the P in dv are zero for dropped weights; the factor of kept weights is
+// applied to the results, and delta is divided by it.
 //
 //   FX_FUSER_ATTENTION_BACKWARD(/*shape*/ 0, /*drops*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                               /*Out*/ float, /*q, k, v*/ float)
@@ -40,14 +41,14 @@ struct Consumer {
   State pipeline;
   RowHalves<L::kD, true, false> first;              // q or k
   RowHalves<L::kD, L::kKeepsSecond, false> second;  // dO or v
-  RowValues<L::kD> values[2];                       // the same, on their way
-  AttentionOfQuery of_rows[2];                      // where rows are queries
+  RowValues<L::kD> values[2];                       // the same in fp32, as loaded
+  AttentionOfQuery of_rows[2];                      // if rows are queries
 
   __device__ __forceinline__ void wait(const State& at) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.slot()]), at.phase());
   }
   __device__ __forceinline__ void release(const State& at) const {
-    __syncwarp();  // all lanes have read what lies beside the tile: its factor, its queries
+    __syncwarp();  // all lanes have read the tile's factor and queries
     if (threadIdx.x % 32 == 0) {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot()]));
     }
@@ -58,7 +59,7 @@ struct Consumer {
   __device__ __forceinline__ bool has_unit(int number) const {
     return static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x) < args.units;
   }
-  // The producer has told of it ahead of the last tile of the unit before.
+  // The producer has published it ahead of the last tile of the previous unit.
   __device__ __forceinline__ Unit unit_of(int number) const {
     if constexpr (L::kTellsUnits) {
       if (number > 0) return shared.unit[number % L::kUnits];
@@ -90,7 +91,7 @@ struct Consumer {
       }
     }
   }
-  // Its rows are on their way.
+  // Starts to load the unit's rows.
   __device__ __forceinline__ void begin(const Unit& unit) {
     bring(unit, 0);
     if constexpr (L::kBeginsWithBoth) bring(unit, 1);
@@ -98,7 +99,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void begin_next(int number) {
-    values[0] = values[1] = {};  // so that none of the last unit lives on
+    values[0] = values[1] = {};  // ends the live ranges of the last unit's values
     of_rows[0] = of_rows[1] = {};
     if (has_unit(number + 1)) begin(unit_of(number + 1));
   }
@@ -115,7 +116,7 @@ struct Consumer {
                   ptx::shared_address(shared.second_lo.of[here]));
     }
     if constexpr (!L::kBeginsEarly) bring_queries(unit);
-    // To shared memory, since only each tile needs them, and registers are few.
+    // Kept in shared memory: they are needed once per tile, and registers are few.
     if (place.c == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -128,10 +129,10 @@ struct Consumer {
     first.publish(place);
   }
 
-  // S of the first tile, and D of the second.
+  // Starts S, from the first tile, and D, from the second.
   __device__ __forceinline__ void issue_rows(const State& of_first, const State& of_second,
                                              Scores<L>& scores) {
-    // Pinned, else ptxas moves what made them between the products, and serialises those.
+    // Without pins ptxas moves code that computes these between the products and serialises them.
     ptx::pin(scores.score);
     first.pin();
     if constexpr (L::kMakesRows) {
@@ -154,7 +155,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void multiply_rows(const Unit& unit, int tile, const State& of_first,
                                                 const State& of_second, Scores<L>& scores) {
-    find_dropped(unit, tile);  // beside another consumer's products
+    find_dropped(unit, tile);  // overlaps another consumer's products
     wait(of_first);
     if constexpr (L::kMakesRows) wait(of_second);
     Here::turns().take();
@@ -203,7 +204,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const uint32_t at = unscale_at + 8 * r * sizeof(float2);
       const float of_tile = shared.factor[of_first.slot()] * args.scale_of_sums;
-      // Where it is nothing at all, a hidden score must stay an infinity.
+      // Never zero: a hidden score must stay an infinity.
       scores.score_unscale[r] = fmaxf(ptx::load_shared_word(at) * of_tile, 0x1p-126f);
       if constexpr (L::kMakesRows) {
         scores.other_unscale[r] = ptx::load_shared_word(at + 4) * second_factor;
@@ -231,7 +232,7 @@ struct Consumer {
     if constexpr (L::kMakesRows) scores.halve(largest, gradient, unscale);
   }
 
-  // product = weights · tile
+  // Starts product = weights · tile.
   __device__ __forceinline__ void issue_product(float (&product)[L::kSums], Weights<L>& weights,
                                                 const State& at) const {
     ptx::pin(product);
@@ -240,7 +241,7 @@ struct Consumer {
     issue_results<L>(product, weights, shared.tile[at.slot()]);
     ptx::wgmma_commit();
   }
-  // With scales undone, those of rows and of the tile.
+  // Adds a product with the scales of rows and of the tile undone.
   static __device__ __forceinline__ void add_product(float (&sum)[L::kSums],
                                                      const float (&product)[L::kSums],
                                                      const float (&unscale)[2]) {
@@ -261,7 +262,7 @@ struct Consumer {
     add_product(sum, product, unscale);
   }
 
-  // Of a tile at a time: a turn for what is made of rows, one for each gradient.
+  // One tile at a time: a turn for S and D, and one for each gradient.
   template <int kValues, int kRows>
   __device__ __forceinline__ void add_tiles(const Unit& unit, float (&d_values)[kValues],
                                             float (&d_rows)[kRows], LargestScales& largest) {
@@ -295,8 +296,8 @@ struct Consumer {
     }
   }
 
-  // A turn has the gradients of a tile, then the scores of the next one: all the time of the
-  // others' turns is for what is done with scores.
+  // A turn has the gradients of a tile, then S and D of the next one, so that all work on scores
+  // overlaps the others' turns.
   template <int kValues, int kRows>
   __device__ __forceinline__ void add_tiles_ahead(const Unit& unit, float (&d_values)[kValues],
                                                   float (&d_rows)[kRows], LargestScales& largest) {
@@ -344,12 +345,12 @@ struct Consumer {
       ptx::pin(product);
       const auto pass_and_add = [&] {
         Here::turns().pass();
-        // Read behind a barrier, else ptxas moves the sums ahead of the scores' products.
+        // Read after the barrier, else ptxas moves the sums ahead of the scores' products.
         const float of_tile = shared.factor[of_first.slot()];
         release(of_first);
         add_product(d_rows, product, {unscale[0] * of_tile, unscale[1] * of_tile});
       };
-      if (!has_next) {  // products that run in one branch alone would be serialised
+      if (!has_next) {  // products in flight in only one branch would be serialised
         pass_and_add();
         break;
       }
@@ -364,9 +365,9 @@ struct Consumer {
     }
   }
 
-  // The block's unit of this number.
+  // Computes the block's unit of this number.
   __device__ __forceinline__ void run(int number) {
-    __syncwarp();  // all lanes have read what is written over
+    __syncwarp();  // all lanes have read the previous number
     if (threadIdx.x % 32 == 0) unit_of_warp() = number;
     const Unit unit = unit_of(number);
     make_halves(unit);
@@ -382,7 +383,7 @@ struct Consumer {
     } else {
       add_tiles(unit, d_values, d_rows, scales);
     }
-    // Found anew, so that no register holds it meanwhile.
+    // Read again, so that no register holds it in between.
     const int done_number = unit_of_warp();
     const Unit done = unit_of(done_number);
     const UnitToTest<L> test(args, shared, done, done_number, Here::place(), scales);
@@ -393,7 +394,7 @@ struct Consumer {
       const Place place = Here::place();
       Repair<L>{args, done}.run(place.row_of(done, 0) - place.g);
     }
-    // Anew, so that no register holds it meanwhile.
+    // Read again, so that no register holds it in between.
     if constexpr (L::kBeginsEarly) begin_next(unit_of_warp());
   }
 
@@ -424,7 +425,7 @@ struct Consumer {
 template <int kShape, bool kDrops, Pass kPass>
 __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
   using L = Layout<kShape, kPass, kDrops>;
-  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  // Declared aligned, so that the compiler knows the low bits of descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
@@ -439,7 +440,7 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
     ptx::take_registers<L::kConsumerRegisters>();
     Consumer<L> consumer{args, shared, {}, {}, {}, {}, {}};
     Consumer<L>::Here::turns().begin();
-    // There are as many units as blocks, or more.
+    // There are at least as many units as blocks.
     if constexpr (L::kBeginsEarly) consumer.begin(consumer.unit_of(0));
     for (int number = 0; consumer.has_unit(number);) {
       consumer.run(number);
@@ -449,7 +450,7 @@ __device__ __forceinline__ void run(const AttentionBackwardArgs& args) {
   }
 }
 
-// dk, and dv where it has no pass of its own.
+// dk, and dv if that has no pass of its own.
 template <int kShape, bool kDrops>
 __device__ __forceinline__ void run_keys(const AttentionBackwardArgs& args) {
   run<kShape, kDrops, Shape<kShape>::kOf.apart ? Pass::kKeys : Pass::kKeysAndValues>(args);

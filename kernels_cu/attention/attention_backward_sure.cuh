@@ -1,5 +1,5 @@
-// Of the backward of attention by fp16 halves: are a warp's gradients as exact as fp32
-// arithmetic's? attention_split_sure.cuh has what is asked.
+// The split attention's backward: tests whether a warp's gradients are as accurate as fp32
+// arithmetic's. attention_split_sure.cuh explains the criteria.
 #pragma once
 
 #include "attention/attention_backward_tiles_sm90.cuh"
@@ -9,12 +9,11 @@ namespace fx_fuser::attention_backward {
 
 using namespace attention_split;
 
-constexpr float kOfGradient = 0x1p-39f;  // of a row's largest, as halves have it
-constexpr float kSubnormal = 0x1p-112f;  // of sums by two factors
+constexpr float kOfGradient = 0x1p-39f;  // error of G's halves, relative to a row's largest
+constexpr float kSubnormal = 0x1p-112f;  // error of sums that are multiplied by two factors
 
-// What G k, or Gᵀ q, has lost, of as many terms as there are columns. exponent: of the largest
-// factor that undoes a scale of the row's G, 1 where G is nothing at all; loss, largest: of the
-// tiles.
+// The error of G k, or Gᵀ q, with as many terms as columns. exponent: of the largest factor that
+// undoes a scale of the row's G, 1 if G is all zeros; loss, largest: of the tiles.
 __device__ __forceinline__ float lost_of_gradients(uint32_t exponent, float loss, float largest,
                                                    float columns) {
   if (exponent <= 1 || largest == 0) return 0;
@@ -22,13 +21,14 @@ __device__ __forceinline__ float lost_of_gradients(uint32_t exponent, float loss
   return above * sqrtf(columns) * (kLost * loss + kOfGradient * largest) + kSubnormal;
 }
 
-// What Pᵀ dO has lost; the producer has seen to each dO. Not what weights lose, 2^-40 of 1: a key
-// that all queries disregard has a gradient that is nothing beside the others', and is common.
+// The error of Pᵀ dO beyond dO's own, which the producer has checked. Ignores that of the weights,
+// 2^-40 of 1: keys to which no query attends are common, and their gradients are negligible
+// compared with the others'.
 __device__ __forceinline__ float lost_of_values(float loss) {
   return loss < infinity() ? 0 : infinity();
 }
 
-// Of a thread's rows: the largest factors, of all tiles, that undo scales of G.
+// Per row of a thread: the largest factor, over all tiles, that undoes a scale of G.
 struct LargestScales {
   uint32_t both = 0;  // their upper halves, in one register
 
@@ -41,7 +41,7 @@ struct LargestScales {
   __device__ __forceinline__ uint32_t exponent(int r) const { return both >> (16 * r + 7) & 0xFF; }
 };
 
-// A warp's gradients, and what is known of its unit's tiles when it ends.
+// The accuracy test of a warp's gradients, at the end of its unit, from bounds of the unit's tiles.
 template <class L>
 struct UnitToTest {
   const AttentionBackwardArgs& args;
@@ -51,8 +51,8 @@ struct UnitToTest {
   LargestScales scales;
   TilesSoFar of_first;
   TilesSoFar of_second;
-  float terms[2];   // of queries; the producer has compared keys with each query's
-  float factor[2];  // of queries' weights: RestOfLse's
+  float terms[2];   // of rows that are queries; for keys, the producer has tested each query's
+  float factor[2];  // of the weights of rows that are queries: RestOfLse's
 
   static constexpr float kLeastOfSecond = L::kHasColumns ? kLeastOperand : kLeastGradient;
 
@@ -85,7 +85,7 @@ struct UnitToTest {
     return shared.unscale[place.consumer][place.row + 8 * r];
   }
 
-  // Are all sure, without a closer look? As the forward's, from bounds that cost little.
+  // A sufficient test from cheap bounds, as the forward's.
   template <int kValues, int kRows>
   __device__ __forceinline__ bool is_clearly_sure(const float (&d_values)[kValues],
                                                   const float (&d_rows)[kRows]) const {
@@ -93,7 +93,7 @@ struct UnitToTest {
     const float root_of_columns = fmaf(columns(), 0x1p-6f, 16);  // or more
     const float of_tiles =
         2 * 0x1p14f * root_of_columns * (kLost * of_first.loss + kOfGradient * of_first.largest);
-    // No sum of so large ones overflows.
+    // Sums of values up to this cannot overflow.
     constexpr float kLarge = 0x1p60f;
     bool sure = of_second.loss < infinity();
     if constexpr (L::kMakesValues) sure &= of_second.largest <= kLarge;
@@ -110,7 +110,7 @@ struct UnitToTest {
                        (of_row.y * of_second.loss <= kBearableLoss * terms[r]) &
                        (largest_of_four(d_rows, r) * kBearable >= lost) & (lost <= kLarge);
       }
-      // A weight that is no number is in all of a row's sums.
+      // A weight that is NaN would be in all of a row's sums.
       if constexpr (L::kMakesValues) is_row_sure &= largest_of_four(d_values, r) < infinity();
       sure &= is_row_sure | !is_there(r);
     }

@@ -1,4 +1,4 @@
-// Of the backward of attention by fp16 halves: passes, their shared memory and units of work.
+// The split attention's backward: passes, their shared-memory layout and units of work.
 #pragma once
 
 #include "attention/attention_backward_args.h"
@@ -35,8 +35,8 @@ struct Layout : Tiles<Shape<kShape>> {
   static constexpr bool kMakesValues = kPass == Pass::kValues || kPass == Pass::kKeysAndValues;
   static constexpr bool kMakesRows = kPass != Pass::kValues;  // dq or dk
   static constexpr bool kBeginsWithBoth = kBeginsEarly && !kMakesValues;
-  // A query's weights are exp2(score - lse) times a factor near 1. Of dv and dk it goes into dO and
-  // delta, of dv alone into the scale of halves. dk alone does without.
+  // A query's weights are exp2(score - lse) times a factor near 1 (RestOfLse). A pass for dv and dk
+  // applies it to dO and delta, one for dv to the scale of P's halves; one for dk omits it.
   static constexpr bool kScalesLines = kMakesValues && kMakesRows;
   static constexpr bool kKeepsSecond = Shape<kShape>::kOf.keeps_second(kDrops && kHasColumns);
 
@@ -50,19 +50,19 @@ struct Layout : Tiles<Shape<kShape>> {
   };
   struct OfTiles : Base::template Pipeline<LoOfBoth> {
     alignas(16) int first_column[Base::kStaged];  // in of_queries
-    // Where rows are queries, theirs lie here: 64 a warpgroup.
+    // If rows are queries, this holds theirs, 64 per warpgroup.
     alignas(16) AttentionOfQuery column[Base::kSlots][Base::kKeys];
-    float2 unscale[Base::kConsumers][kAttentionRows];  // of rows: of the first, and of the second
-    int unit_of_warp[4 * Base::kConsumers];            // its number, which no register holds
+    float2 unscale[Base::kConsumers][kAttentionRows];  // per row: of the first, of the second
+    int unit_of_warp[4 * Base::kConsumers];            // unit number, to save a register
   };
-  // In turn, as the producer has found them, since divisions take long.
+  // A ring of units as computed by the producer, since divisions are slow.
   struct WithUnits : OfTiles {
     Unit unit[Base::kUnits];
-    float factor_of_line[Base::kKeys];  // of dO's tile that the producer makes halves of
+    float factor_of_line[Base::kKeys];  // of the tile of dO that the producer converts
   };
   using Own = std::conditional_t<kBeginsEarly, WithUnits, OfTiles>;
   using Shared = typename Base::template Beside<Own, kDrops>;
-  // With dropout dq's pass has more in registers.
+  // With dropout, dq's pass keeps more in registers and needs less.
   static_assert(sizeof(Shared) <= Shape<kShape>::kOf.shared_bytes(kDrops));
 
   static __device__ __forceinline__ Unit unit_at(const Args& args, int index) {
@@ -82,13 +82,13 @@ struct Layout : Tiles<Shape<kShape>> {
     unit.tiles = (end + Base::kKeys - 1) / Base::kKeys;
     return unit;
   }
-  // tile < unit.tiles, without a register that holds it.
+  // Whether tile < unit.tiles, without a register for the latter.
   static __device__ __forceinline__ bool has_tile(const Args& args, const Unit& unit, int tile) {
     const int first = tile * Base::kKeys;
     const bool sees = kHasColumns || !args.is_causal || first < unit.first_row + Base::kRows;
     return first < args.column_count && sees;
   }
-  // Of a tile of queries, by a thread of the producer.
+  // Publishes a query of a tile to the consumers. Called by a producer thread.
   template <class Beside>
   static __device__ __forceinline__ void tell_query(Beside& shared, int slot, int column,
                                                     const AttentionQuery& query) {
@@ -99,7 +99,7 @@ struct Layout : Tiles<Shape<kShape>> {
       told.delta *= factor;
       shared.factor_of_line[column] = factor;
     } else if constexpr (kMakesValues) {
-      told.delta = factor * 0x1p15f;  // in its place, which nothing reads: as halves have it
+      told.delta = factor * 0x1p15f;  // the scale of P's halves: this pass needs no delta
     }
   }
   template <class Feed>
@@ -113,19 +113,19 @@ struct Layout : Tiles<Shape<kShape>> {
   static __device__ __forceinline__ float least_of(bool second) {
     return kHasColumns && second ? attention_split::kLeastGradient : attention_split::kLeastOperand;
   }
-  // Products of a tile begin at zero, so that each may have a scale of its own.
+  // A tile's products begin at zero, so each tile may have its own scale.
   static constexpr bool kKeepsScale = false;
   static __device__ __forceinline__ float factor_of(bool /*second*/, float scale) {
     return Scale::unscale_of(scale);
   }
 };
 
-// Rows are queries: the same of all columns.
+// If rows are queries: the same for all columns.
 struct QueriesOfRows {
   AttentionOfQuery of_row[2];
   __device__ __forceinline__ AttentionOfQuery at(int r, int /*t*/) const { return of_row[r]; }
 };
-// Columns are: this thread's two of eight.
+// If columns are queries: this thread's two of eight.
 struct QueriesOfColumns {
   float4 both;
   __device__ __forceinline__ AttentionOfQuery at(int /*r*/, int t) const {

@@ -1,5 +1,5 @@
-// What the host tells the attention of 16-bit operands with a bias (attention_bias_sm90.cuh and
-// attention_bias_backward_sm90.cuh), and how a block's shared memory is divided.
+// Arguments and shared-memory layout of attention with 16-bit operands and a bias
+// (attention_bias_sm90.cuh and attention_bias_backward_sm90.cuh).
 #pragma once
 
 #include <cstdint>
@@ -9,21 +9,21 @@
 
 namespace fx_fuser {
 
-// TMA brings boxes of 64 lines of 64 elements, a line one swizzle span.
+// TMA loads boxes of 64 lines of 64 elements; a line is one swizzle span.
 constexpr int kBiasBox = 64;
 constexpr int kBiasBoxBytes = kBiasBox * kAttentionSpanBytes;
-constexpr int kBiasConsumers = 2;  // warpgroups that multiply; one more brings tiles
+constexpr int kBiasConsumers = 2;  // warpgroups that multiply; one more loads tiles
 constexpr int kBiasThreads = (kBiasConsumers + 1) * kAttentionWarpgroup;
-constexpr int kBiasRows = kBiasConsumers * kAttentionRows;  // of a block
-constexpr int kBiasOfQueries = 1024;  // bytes of AttentionOfQuery that lie beside a tile, at most
+constexpr int kBiasRows = kBiasConsumers * kAttentionRows;  // per block
+constexpr int kBiasOfQueries = 1024;  // most bytes of AttentionOfQuery per tile
 
-// Rows, queries or keys, stay with a block while tiles of the others pass.
+// A block keeps its rows, queries or keys, and iterates over tiles of the others.
 struct BiasPass {
-  int d;         // elements of a head, at most
-  int columns;   // of a tile: keys or queries
-  int slots;     // tiles on their way or in use; of the bias's gradient, rows and tiles
-  int biases;    // likewise, tiles of the bias
-  int operands;  // tensors whose rows stay: q, or q and dO, or k and v
+  int d;         // elements per head, at most
+  int columns;   // per tile: keys or queries
+  int slots;     // of the ring of tiles; for the bias's gradient, of rows and tiles
+  int biases;    // slots of the ring of the bias's tiles
+  int operands;  // tensors whose rows are kept: q, or q and dO, or k and v
   bool drops = false;
 
   constexpr int rows_bytes() const { return operands * kBiasRows * d * 2; }
@@ -41,7 +41,7 @@ struct BiasShape {
   BiasPass forward;
   BiasPass d_queries;
   BiasPass d_keys;  // and values
-  BiasPass d_bias;  // a slot has q, dO, k and v
+  BiasPass d_bias;  // each slot has q, dO, k and v
   constexpr bool drops() const { return forward.drops; }
   constexpr int bias_slot_bytes() const {
     return 2 * kBiasRows * d_bias.d * 2 + 2 * d_bias.tile_bytes() + kBiasOfQueries;
@@ -51,7 +51,7 @@ struct BiasShape {
            d_bias.dropped_bytes();
   }
 };
-// The last one drops weights.
+// The last one has dropout.
 constexpr BiasShape kBiasShapes[] = {
     {{64, 128, 6, 2, 1}, {64, 128, 6, 2, 2}, {64, 64, 8, 3, 2}, {64, 128, 2, 1, 0}},
     {{128, 128, 4, 2, 1}, {128, 64, 6, 2, 2}, {128, 64, 6, 3, 2}, {128, 64, 2, 1, 0}},
@@ -70,17 +70,17 @@ struct BiasRows {
   int64_t row_stride;
 };
 
-constexpr int kBiasDeltaWarps = 8;       // of a block, which take two queries each
-constexpr int kBiasQueriesPadded = 128;  // a head's have room for a multiple of so many
+constexpr int kBiasDeltaWarps = 8;       // per block; two queries each
+constexpr int kBiasQueriesPadded = 128;  // a head's queries are padded to a multiple of this
 
 struct BiasAttentionArgs {
-  // [element, row, head, batch], of the bias [key, query, head, batch].
+  // [element, row, head, batch]; the bias is [key, query, head, batch].
   TensorMap q;
   TensorMap k;
   TensorMap v;
   TensorMap d_out;
   TensorMap bias;
-  TensorMap of_queries;  // the same as below, 16 a line
+  TensorMap of_queries;  // of_query below, 16 per line
   BiasRows out;          // of the forward
   BiasRows d_rows;       // dq, or dk
   BiasRows d_values;
@@ -92,18 +92,18 @@ struct BiasAttentionArgs {
   int32_t queries;
   int32_t keys;
   int32_t lse_rows;
-  int32_t padded;  // queries of a head in of_queries
+  int32_t padded;  // queries per head in of_queries
   int32_t batches;
   int32_t heads;
-  int32_t bias_batches;  // 1 where all share the bias
+  int32_t bias_batches;  // 1 if all batches share the bias
   int32_t bias_heads;
-  int32_t d_bias_batches;  // likewise of its gradient: 1 where it is summed over batches
+  int32_t d_bias_batches;  // likewise for its gradient: 1 if it is summed over batches
   int32_t d_bias_heads;
-  int32_t blocks;  // of a head's rows
-  int32_t tiles;   // of keys; of the bias's gradient alone
+  int32_t blocks;  // of rows, per head
+  int32_t tiles;   // of keys; only for the bias's gradient
   int32_t units;
   int32_t is_causal;
-  int32_t in_pairs;  // may two elements of the bias's gradient be stored at once?
+  int32_t in_pairs;  // two elements of the bias's gradient can be stored at once
   AttentionDropout dropout;
 };
 
@@ -112,7 +112,7 @@ struct BiasDeltaArgs {
   BiasRows d_out;
   const float* lse;              // [head of all batches, lse_rows]
   AttentionOfQuery* of_queries;  // [head of all batches, padded]
-  int64_t count;                 // of that
+  int64_t count;                 // of of_queries
   int32_t queries;
   int32_t lse_rows;
   int32_t padded;

@@ -1,16 +1,19 @@
-// dq, dk, dv and the gradient of the bias of out = softmax(scale · q kᵀ + bias) v of 16-bit
-// operands, for sm_90a.
+// dq, dk, dv and the bias's gradient for out = softmax(scale · q kᵀ + bias) v with 16-bit operands,
+// for sm_90a.
 //
 //   S = scale · q kᵀ + bias   P = exp(S - lse)   D = dO vᵀ   G = P ∘ (D - delta)
-//   dv = Pᵀ dO   dq = scale · G k   dk = scale · Gᵀ q   dbias = sum of G where all share the bias
+//   dv = Pᵀ dO   dq = scale · G k   dk = scale · Gᵀ q   dbias = G, summed over what shares the bias
 //
-// With dropout D and P that goes into dv are zero where a weight is dropped; the factor of those
-// that are kept goes into D and into dv.
+// With dropout, D and the P in dv are zero for dropped weights; the factor of kept weights is
+// applied to D and to dv.
 //
-// Three passes, each of which makes S and D anew, so that all sums stay in registers: nothing is
-// added up in memory, results are the same bits each time, and G is not kept. dq: queries stay,
-// keys and values pass. dk and dv: keys and values stay, queries and dO pass. The bias's gradient
-// (attention_bias_gradient_sm90.cuh): a tile of it stays, what shares it passes.
+// There are three passes, each of which recomputes S and D, so that all sums stay in registers:
+// nothing is accumulated in memory, results are bit for bit reproducible, and G is not stored.
+// - dq: a block keeps queries and dO and iterates over tiles of keys and values.
+// - dk and dv: it keeps keys and values and iterates over tiles of queries and dO.
+// - the bias's gradient (attention_bias_gradient_sm90.cuh): it keeps a tile of the gradient and
+//   iterates over the heads and batches that share it.
+// Producer and consumers are those of the forward (attention_bias_sm90.cuh).
 //
 //   FX_FUSER_ATTENTION_BIAS_BACKWARD(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                                    /*Out*/ __nv_bfloat16, /*q, k, v, bias*/ __nv_bfloat16)
@@ -30,10 +33,10 @@ struct KeysPass {
   static constexpr BiasPass kIs = kBiasShapes[kShape].d_keys;
 };
 
-// ---- what is found of each query ahead of the passes --------------------------------------------
+// ---- lse and delta of each query, ahead of the passes -------------------------------------------
 
-// Also of queries beyond the last one, which are none: their weights are nothing, as those of a
-// query that sees nothing.
+// Half a warp per query, also for the padding beyond the last one. There, and for a query that sees
+// no key, lse is infinite, so that weights are zero.
 template <class T>
 __device__ __forceinline__ void find_deltas(const BiasDeltaArgs& args) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -99,7 +102,7 @@ struct QueriesConsumer {
   Ring<L::kBiases> biases{};
   uint32_t rows_phase = 0;
 
-  // G of a tile, of S and D that have been made.
+  // Turns a tile's S and D into G.
   __device__ __forceinline__ void weigh(const Unit& unit, int tile, const OfRows& rows,
                                         float (&score)[L::kScores], float (&other)[L::kScores]) {
     const int slot = biases.slot();
@@ -138,7 +141,7 @@ struct QueriesConsumer {
     find_dropped<L>(args, shared, unit, 0);
     wait_for(shared.full[of_keys.slot()], of_keys.phase());
     wait_for(shared.full[of_values.slot()], of_values.phase());
-    // Pinned, else ptxas moves what made them between the products, and serialises those.
+    // Without pins ptxas moves code that computes these between the products and serialises them.
     ptx::pin(score);
     ptx::pin(other);
     Here::turns().take();
@@ -227,7 +230,7 @@ struct KeysConsumer {
   Ring<L::kBiases> biases{};
   uint32_t rows_phase = 0;
 
-  // P and G, transposed, of S and D that have been made.
+  // Turns a tile's S and D, transposed, into P and G.
   __device__ __forceinline__ void weigh(const Unit& unit, int tile, float (&score)[L::kScores],
                                         float (&other)[L::kScores]) {
     const int slot = biases.slot();

@@ -1,7 +1,8 @@
-// Of the backward of attention with a bias: the bias's gradient, for sm_90a.
+// Backward of attention with a bias: the bias's gradient, for sm_90a.
 //
-// A block has 128 queries and a tile of keys. The heads and batches whose gradients are summed
-// pass: they share the bias. S and D are made anew, and G is added up in registers, in one order.
+// A block has 128 queries and a tile of keys, and iterates over the heads and batches that share
+// the bias. It recomputes S and D for each, and sums G in registers in a fixed order. One producer
+// thread loads q, dO, k, v and the bias by TMA; two consumer warpgroups have 64 queries each.
 #pragma once
 
 #include "attention/attention_bias_weights.cuh"
@@ -60,7 +61,7 @@ struct GradientUnit {
   int head;
   int first_row;
   int tile;
-  int count;  // of heads that are summed, and see it
+  int count;  // of summed heads; 0 if no query sees the tile
 
   template <int kColumns>
   static __device__ __forceinline__ GradientUnit at(const BiasAttentionArgs& args, int index) {
@@ -73,12 +74,12 @@ struct GradientUnit {
     unit.head = rest - unit.batch * args.d_bias_heads;
     unit.first_row = block * kBiasRows;
     unit.count = args.batches / args.d_bias_batches * (args.heads / args.d_bias_heads);
-    // Blocks of a cluster have the tiles of keys of an even one and the next.
+    // A cluster's blocks have an even tile of keys and the next one, and must agree.
     const int first = unit.tile - unit.tile % static_cast<int>(ptx::cluster_size());
     if (args.is_causal && first * kColumns >= unit.first_row + kBiasRows) unit.count = 0;
     return unit;
   }
-  // The nth that is summed.
+  // The nth summed head.
   __device__ __forceinline__ Unit of(const BiasAttentionArgs& args, int nth) const {
     Unit one{};
     const int heads = args.heads / args.d_bias_heads;
@@ -94,7 +95,7 @@ __device__ __forceinline__ void feed_gradient(const BiasAttentionArgs& args,
                                               typename L::Shared& shared) {
   Ring<L::kSlots> ring{};
   uint32_t bias_phase = 0;
-  const Sharing sharing{};  // of q and dO, by blocks of two tiles of keys
+  const Sharing sharing{};  // of q and dO, by the blocks of two tiles of keys
 #pragma unroll 1
   for (int index = static_cast<int>(blockIdx.x); index < args.units;
        index += static_cast<int>(gridDim.x)) {
@@ -141,7 +142,7 @@ struct GradientConsumer {
   Ring<L::kSlots> ring{};
   uint32_t bias_phase = 0;
 
-  // As TMA has brought them, in lines of 16, swizzled.
+  // As loaded by TMA: swizzled lines of 16.
   static __device__ __forceinline__ OfRows rows_of(const uint8_t (&of_queries)[kBiasOfQueries]) {
     const Place place = Here::place();
     OfRows rows;
@@ -167,7 +168,7 @@ struct GradientConsumer {
       float other[L::kScores];
       find_dropped<L>(args, shared, unit.of(args, nth), unit.tile);
       wait_for(shared.full[ring.slot()], ring.phase());
-      // Pinned, else ptxas moves what made them between the products, and serialises those.
+      // Without pins ptxas moves code that computes these between the products and serialises them.
       ptx::pin(score);
       ptx::pin(other);
       Here::turns().take();

@@ -1,10 +1,10 @@
-// out = softmax(scale · q kᵀ + bias) v of 16-bit operands, for sm_90a.
+// out = softmax(scale · q kᵀ + bias) v with 16-bit operands, for sm_90a.
 //
-// Sums are fp32, the weights of the second product 16 bits, as those of torch's kernels. Blocks are
-// persistent: one thread brings queries, tiles of keys and values and of the bias by TMA; two
-// warpgroups of 64 queries each take turns at the tensor core. A turn is the scores of a tile and
-// the results of the tile ahead, beside which the other's softmax runs. Where the shape drops
-// weights, attention_dropout.cuh says which. NOTES.md has the arithmetic.
+// Sums are fp32, and the weights of the second product are 16 bits, as in torch's kernels. Blocks
+// are persistent. One producer thread loads queries and tiles of keys, values and the bias by TMA;
+// two consumer warpgroups of 64 queries each take turns at the tensor core. A turn is the scores of
+// one tile and p v of the previous one; the other warpgroup's softmax overlaps it. Dropout, if the
+// shape has it, is that of attention_dropout.cuh. NOTES.md has the arithmetic.
 //
 //   FX_FUSER_ATTENTION_BIAS(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                           /*Out*/ __nv_bfloat16, /*q, k, v, bias*/ __nv_bfloat16)
@@ -22,7 +22,7 @@ struct ForwardPass {
   static constexpr BiasPass kIs = kBiasShapes[kShape].forward;
 };
 
-// Keys, values and biases in the order in which consumers want them.
+// The producer: loads keys, values and biases in the consumers' order.
 template <class L>
 __device__ __forceinline__ void feed_forward(const BiasAttentionArgs& args,
                                              typename L::Shared& shared) {
@@ -43,16 +43,16 @@ __device__ __forceinline__ void feed_forward(const BiasAttentionArgs& args,
   }
 }
 
-// Keys whose logits all lie below are hidden, as by -inf: a mask may be the least number of bf16,
-// whose product with log2(e) overflows, and which rounds by far more than an exponent can be.
+// If all logits are below this, all keys are hidden, as by -inf: a mask may be bf16's most negative
+// number, whose product with log2(e) overflows, and whose rounding error exceeds any exponent.
 constexpr float kFarthest = -1048576.0f;
 
-// Of a thread's two rows: all that softmax keeps from tile to tile.
+// Online softmax: the state of a thread's two rows from tile to tile.
 struct RowState {
   float largest[2];  // logit
-  float sum[2];      // of this thread's columns
+  float sum[2];      // over this thread's columns
 
-  // Logits become exp(logit - largest so far). rescale: what earlier results are multiplied by.
+  // Turns logits into exp(logit - largest so far). rescale: the factor of earlier results.
   template <int kScores>
   __device__ __forceinline__ void take(float (&score)[kScores], float (&rescale)[2]) {
     float offset[2];
@@ -65,10 +65,10 @@ struct RowState {
       }
       const float before = largest[r];
       largest[r] = fmaxf(before, largest_of_row(high));
-      // Where all keys so far are hidden, weights are 0.
+      // If all keys so far are hidden, weights are 0.
       const float shift = fmaxf(largest[r], kFarthest);
       offset[r] = shift * kLog2OfE;
-      rescale[r] = ptx::exp2((before - shift) * kLog2OfE);  // 1 where the largest stays
+      rescale[r] = ptx::exp2((before - shift) * kLog2OfE);  // 1 if the largest is unchanged
     }
     float of_tile[2] = {0, 0};
 #pragma unroll
@@ -92,7 +92,7 @@ struct Consumer {
 
   __device__ __forceinline__ void release_rows() { release(shared.rows_empty[Here::consumer()]); }
 
-  // Of scores that have been made.
+  // Turns a tile's scores into weights: bias, mask, softmax, dropout.
   __device__ __forceinline__ void soften(const Unit& unit, int tile, float (&score)[L::kScores],
                                          RowState& state, float (&rescale)[2]) {
     const int slot = biases.slot();
@@ -123,7 +123,7 @@ struct Consumer {
     rows_phase ^= 1;
     find_dropped<L>(args, shared, unit, 0);
     wait_for(shared.full[ring.slot()], ring.phase());
-    // Pinned, else ptxas moves what made them between the products, and serialises those.
+    // Without pins ptxas moves code that computes these between the products and serialises them.
     ptx::pin(score);
     Here::turns().take();
     ptx::wgmma_fence();
@@ -191,7 +191,7 @@ struct Consumer {
       const float sum = sum_of_row(state.sum[r]);
       const int query = place.row_of(unit, r);
       const bool is_there = query < args.queries;
-      if (is_there) {  // of no key at all the result is 0, as torch's
+      if (is_there) {  // with no visible key the result is 0, as torch's
         T* to = row_at<T>(args.out, unit.batch, unit.head, query);
         const float of_kept = L::kDrops ? args.dropout.factor : 1;
         store_row(to, args.d, place, r, result, sum == 0 ? 0 : of_kept / sum);

@@ -1,4 +1,4 @@
-// Of the attention with a bias: shared memory, units of work, what TMA brings, products.
+// Attention with a bias: shared-memory layout, units of work, TMA loads, products.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,10 +32,11 @@ using Here = ConsumerThread<kBiasConsumers>;
 constexpr float kLog2OfE = 1.44269504088896341f;
 constexpr int kConsumerRegisters = 232;
 constexpr int kProducerRegisters = 40;
-constexpr int kOfSpan = kBiasBox / kInstructionK;  // instructions of a line's elements
-constexpr int kStep = kInstructionK * 2 / 16;      // in the unit of descriptors, 16 bytes
+constexpr int kOfSpan = kBiasBox / kInstructionK;  // instructions per line
+constexpr int kStep = kInstructionK * 2 / 16;      // in units of 16 bytes, as in descriptors
 
-// Lines of 128 bytes, swizzled, of 64 elements: those of all rows are followed by the next 64.
+// Swizzled lines of 128 bytes, 64 elements: the lines of all rows are followed by those of the next
+// 64 elements.
 template <int kD, int kLines>
 struct Lines {
   static constexpr int kCount = kLines;
@@ -45,7 +46,7 @@ struct BiasBox {
   uint16_t line[kBiasBox][kBiasBox];
 };
 
-// Own, with Dropped's words of consumers' threads.
+// Own, and Dropped's words of the consumers' threads.
 template <class Own, int kWords>
 struct WithDropped : Own {
   uint32_t dropped[kWords][kBiasConsumers * kWarpgroup];
@@ -53,7 +54,7 @@ struct WithDropped : Own {
 template <class Own, bool kDrops, int kScores>
 using Beside = std::conditional_t<kDrops, WithDropped<Own, kScores / 32>, Own>;
 
-// Of, has kIs, a BiasPass.
+// Of::kIs: a BiasPass.
 template <class T, class Of, bool kTilesAreOfQueries>
 struct Layout {
   using Element = T;
@@ -63,21 +64,21 @@ struct Layout {
   static constexpr int kSlots = kIs.slots;
   static constexpr int kBiases = kIs.biases;
   static constexpr int kOperands = kIs.operands;
-  static constexpr int kScores = kColumns / 2;  // of a thread and tile
-  static constexpr int kSums = kD / 2;          // of a thread
+  static constexpr int kScores = kColumns / 2;  // per thread and tile
+  static constexpr int kSums = kD / 2;          // per thread
   static constexpr int kSteps = kColumns / kInstructionK;
   static constexpr bool kHasColumns = kTilesAreOfQueries;
   static constexpr bool kDrops = kIs.drops;
   using Tile = Lines<kD, kColumns>;
   using RowTile = Lines<kD, kAttentionRows>;
 
-  // One base, at offset 0 (attention_split_tiles_sm90.cuh).
+  // A single base class, at offset 0 (attention_split_tiles_sm90.cuh says why).
   struct Pipeline {
     RowTile rows[kOperands][kBiasConsumers];
     Tile tile[kSlots];
-    // Where rows are queries, of these and 64 keys; else of 64 queries and these.
+    // If rows are queries, a box has a consumer's queries by 64 keys, else 64 queries by its keys.
     BiasBox bias[kBiases][kBiasConsumers][kColumns / kBiasBox];
-    uint8_t of_queries[kBiases][kBiasOfQueries];  // of a tile's
+    uint8_t of_queries[kBiases][kBiasOfQueries];  // if tiles are of queries: AttentionOfQuery
     uint64_t full[kSlots];
     uint64_t empty[kSlots];
     uint64_t bias_full[kBiases];
@@ -88,7 +89,7 @@ struct Layout {
   using Shared = Beside<Pipeline, kDrops, kScores>;
   static_assert(sizeof(Shared) == kIs.shared_bytes());
 
-  // By one thread, ahead of __syncthreads.
+  // Initialises the barriers. Called by one thread, ahead of the cluster's barrier.
   static __device__ __forceinline__ void begin(Shared& shared) {
     const auto init = [](uint64_t& barrier, int arrivals) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
@@ -105,7 +106,7 @@ struct Layout {
   }
 };
 
-// Batches come first, since they share the bias; where units differ in length, the longest.
+// Batches vary fastest, since they share the bias. Causal units come longest first.
 template <bool kOfKeys>
 __device__ __forceinline__ Unit unit_at(const BiasAttentionArgs& args, int columns, int index) {
   Unit unit{};
@@ -132,12 +133,12 @@ __device__ __forceinline__ Unit unit_at(const BiasAttentionArgs& args, int colum
   return unit;
 }
 
-// Of all batches' heads.
+// The head's index among all batches' heads.
 __device__ __forceinline__ int64_t head_of(const BiasAttentionArgs& args, const Unit& unit) {
   return int64_t{unit.batch} * args.heads + unit.head;
 }
 
-// Which weights of a tile are dropped, ahead of the wait for its scores.
+// Computes which weights of a tile are dropped, while its scores are not ready yet.
 template <class L>
 __device__ __forceinline__ void find_dropped(const BiasAttentionArgs& args,
                                              typename L::Shared& shared, const Unit& unit,
@@ -149,7 +150,7 @@ __device__ __forceinline__ void find_dropped(const BiasAttentionArgs& args,
   }
 }
 
-// Of scores that become weights, one after the other.
+// Reads Dropped's bits for scores in ascending order.
 template <class L>
 struct Drops {
   typename L::Shared& shared;
@@ -164,10 +165,10 @@ struct Drops {
   }
 };
 
-// ---- the producer's thread ----------------------------------------------------------------------
+// ---- the producer thread ------------------------------------------------------------------------
 
-// A cluster's two blocks share something: what is a consumer's, of those of all, is brought by one
-// of them to both. A block by itself brings it all.
+// Loads that a cluster's two blocks share: block `rank` loads consumer `rank`'s part and multicasts
+// it to both. Without a cluster a block loads everything itself.
 struct Sharing {
   int blocks = static_cast<int>(ptx::cluster_size());
   int rank = static_cast<int>(ptx::cluster_rank());
@@ -187,12 +188,12 @@ struct Sharing {
   }
 };
 
-// Boxes of one head.
+// TMA loads of one head's boxes.
 struct Bring {
   int head;
   int batch;
 
-  // Beyond the last row and the last element zeros arrive.
+  // TMA fills in zeros beyond the last row and the last element.
   template <int kD, int kLines>
   __device__ __forceinline__ void lines(Lines<kD, kLines>& to, const TensorMap& from,
                                         uint64_t& barrier, int first,
@@ -214,14 +215,14 @@ struct Bring {
   }
 };
 
-// A barrier that expects so many bytes, once its slot is free.
+// Waits until a slot is free, then makes its barrier expect this many bytes.
 __device__ __forceinline__ void open(uint64_t& full, uint64_t& empty, uint32_t phase,
                                      uint32_t bytes) {
   ptx::mbarrier_wait(ptx::shared_address(&empty), phase ^ 1);
   ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&full), bytes);
 }
 
-// Of so many queries as the map's box has.
+// Loads AttentionOfQuery of as many queries as the map's box has.
 __device__ __forceinline__ void bring_queries(uint8_t (&to)[kBiasOfQueries],
                                               const BiasAttentionArgs& args, uint64_t& full,
                                               const Unit& unit, int query) {
@@ -237,7 +238,7 @@ struct Feed {
   Ring<L::kSlots> ring{};
   Ring<L::kBiases> biases{};
   uint32_t rows_phase = 0;
-  Sharing sharing{};  // of the bias, by blocks of two batches
+  Sharing sharing{};  // of the bias, by the blocks of two batches
 
   __device__ __forceinline__ void rows(const Bring& bring, const Unit& unit, const TensorMap& first,
                                        const TensorMap& second) {
@@ -293,7 +294,7 @@ __device__ __forceinline__ void release(const uint64_t& barrier) {
   if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
-// Of what blocks of a cluster share: to all of them.
+// Releases what a cluster's blocks share: arrives in all of them.
 __device__ __forceinline__ void release_shared(const uint64_t& barrier) {
   __syncwarp();
   const uint32_t lane = ptx::thread_index() % 32;
@@ -302,7 +303,7 @@ __device__ __forceinline__ void release_shared(const uint64_t& barrier) {
   }
 }
 
-// score = rows · tileᵀ.
+// Starts score = rows · tileᵀ.
 template <class T, int kScores, int kD, int kColumns>
 __device__ __forceinline__ void issue_scores(float (&score)[kScores],
                                              const Lines<kD, kAttentionRows>& rows,
@@ -321,7 +322,7 @@ __device__ __forceinline__ void issue_scores(float (&score)[kScores],
   }
 }
 
-// sum += weights · tile.
+// Starts sum += weights · tile.
 template <class T, int kSums, int kSteps, int kD, int kColumns>
 __device__ __forceinline__ void issue_results(float (&sum)[kSums],
                                               const uint32_t (&weights)[kSteps][4],
@@ -349,7 +350,7 @@ __device__ __forceinline__ uint32_t packed(float first, float second) {
   return reinterpret_cast<const uint32_t&>(both);
 }
 
-// As the first operand of products.
+// Rounds scores to the first operand of products.
 template <class T, int kScores, int kSteps>
 __device__ __forceinline__ void pack(const float (&score)[kScores],
                                      uint32_t (&weights)[kSteps][4]) {
@@ -365,7 +366,7 @@ __device__ __forceinline__ void pin(uint32_t (&weights)[kSteps][4]) {
   for (auto& step : weights) ptx::pin(step);
 }
 
-// score = scale · score + bias. kTransposed: lines of the bias are columns here.
+// score = scale · score + bias. kTransposed: the bias's lines are columns of `score`.
 template <class T, bool kTransposed, int kScores, int kBoxes>
 __device__ __forceinline__ void add_bias(float (&score)[kScores], float scale,
                                          const BiasBox (&bias)[kBoxes]) {
@@ -396,7 +397,7 @@ __device__ __forceinline__ void add_bias(float (&score)[kScores], float scale,
   }
 }
 
-// Keys that are none, or that a causal query does not see.
+// Hides keys that do not exist, or that a causal query does not see.
 template <int kColumns, int kScores>
 __device__ __forceinline__ void hide_keys(const BiasAttentionArgs& args, const Unit& unit, int tile,
                                           float (&score)[kScores]) {
@@ -434,10 +435,11 @@ __device__ __forceinline__ void store_row(T* row, int d, const Place& place, int
 
 // ---- the kernels' frame -------------------------------------------------------------------------
 
-// L has Shared and begin; feed(shared) is for one thread, consume(shared) for the others.
+// L has Shared and begin. feed(shared) is called by the producer thread, consume(shared) by the
+// consumers.
 template <class L, class Feeds, class Consumes>
 __device__ __forceinline__ void run_block(const Feeds& feed, const Consumes& consume) {
-  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  // Declared aligned, so that the compiler knows the low bits of descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
@@ -455,7 +457,7 @@ __device__ __forceinline__ void run_block(const Feeds& feed, const Consumes& con
     consume(shared);
     Here::turns().end();
   }
-  // The other block may still send boxes, and arrive here.
+  // The other block may still multicast boxes to this one and arrive at its barriers.
   ptx::cluster_arrive();
   ptx::cluster_wait();
 }

@@ -1,11 +1,11 @@
-// Of the backward of attention with a bias: weights and their gradients, of a thread's scores.
+// Backward of attention with a bias: from a thread's scores to weights and their gradients.
 #pragma once
 
 #include "attention/attention_bias_tiles_sm90.cuh"
 
 namespace fx_fuser::attention_bias {
 
-// Of a thread's two rows, where these are queries.
+// The queries of a thread's two rows.
 struct OfRows {
   AttentionOfQuery row[2];
 
@@ -16,8 +16,8 @@ struct OfRows {
   }
 };
 
-// S, with a hidden key's -inf, and D become P and G. lse is by log2(e). factor: of weights that are
-// not dropped; what D was multiplied by has it.
+// Turns S, which is -inf for a hidden key, and D into P and G. lse is times log2(e). factor: of
+// kept weights, by which D is multiplied.
 template <class L>
 __device__ __forceinline__ void make_one(const AttentionOfQuery& query, float factor, bool dropped,
                                          float& score, float& other) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ void make_gradients(const BiasAttentionArgs& args,
   }
 }
 
-// The same of columns that are queries, of which lines of 16, swizzled, lie here. P is that which
-// dv is made of: without what is dropped.
+// The same if columns are queries: `of_queries` has swizzled lines of 16. P becomes the operand of
+// dv, so dropped weights are zero.
 template <class L>
 __device__ __forceinline__ void make_both(const BiasAttentionArgs& args, typename L::Shared& shared,
                                           const Place& place,

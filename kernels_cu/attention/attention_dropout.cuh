@@ -1,15 +1,15 @@
-// Of the attention by fp16 halves: which weights dropout takes. A function of the seed, the head,
-// the query and the key alone, so that forward and backward agree, whatever their tiles are.
+// Attention's dropout: which weights are dropped. This depends only on the seed, the head, the
+// query and the key, so that forward and backward agree with any tiles.
 //
-// A call of Philox is for two queries, q and q + 8, and four keys, k, k + 1, k + 8 and k + 9; its
+// One call of Philox serves two queries, q and q + 8, and four keys, k, k + 1, k + 8 and k + 9; its
 // counter is q, k and the head. Word 2i + j is for query q + 8i and keys k + 8j, in its lower half,
-// and k + 8j + 1. Where rows are queries, the eight are those that a thread has of two groups of
-// columns. Where they are keys, it has half of those of two calls, of queries that are neighbours:
-// it makes one of them, the lane that has the next key makes the other, and they exchange bits.
+// and k + 8j + 1. If rows are queries, these eight are a thread's in two groups of columns. If rows
+// are keys, a thread has half of the weights of two calls, for neighbouring queries: it makes one
+// of the calls, the lane with the next key makes the other, and they exchange bits.
 //
-// A weight is dropped where its number, 15 of 16 bits, is below the share that is, of 2^15. Two
-// are compared at once, as magnitudes of fp16, whose order is that of their bits; what would be a
-// NaN is never dropped, which bounds the share.
+// A weight is dropped if its number, 15 of 16 bits, is below the drop probability times 2^15. Two
+// are compared at once, as magnitudes of fp16, which order like their bits. Numbers that are NaN as
+// fp16 are never dropped, which bounds the probability.
 #pragma once
 
 #include "attention/attention_split_tiles_sm90.cuh"
@@ -17,7 +17,7 @@
 
 namespace fx_fuser::attention_split {
 
-// All bits of a half that is dropped, else none.
+// Per 16-bit half: all bits if it is dropped, else none.
 __device__ __forceinline__ uint32_t dropped_of(const AttentionDropout& dropout, uint32_t word) {
   return __hlt2_mask(__habs2(reinterpret_cast<const __half2&>(word)),
                      reinterpret_cast<const __half2&>(dropout.below));
@@ -27,20 +27,20 @@ __device__ __forceinline__ uint2 seed_of(const AttentionDropout& dropout) {
   return *reinterpret_cast<const uint2*>(dropout.seed);
 }
 
-// Of a thread's scores of a tile, a bit each: of score s bit s / 2 % 16 + s % 2 * 16 of word
-// s / 32. They lie in shared memory: in registers, which are few, ptxas makes them where they are
-// read, in the way of the next products.
+// A bit per score of a thread's tile: score s is bit s / 2 % 16 + s % 2 * 16 of word s / 32. The
+// words are in shared memory: registers are few, and ptxas would compute them where they are read,
+// which delays the next products.
 template <class L>
 struct Dropped {
   static constexpr int kCallsOfWord = 4;
   static constexpr int kWords = L::kScores / 32;
 
-  // head: of all batches' of queries; g, c: as Place's; row: this thread's first; column: the
+  // head: among all batches' heads of queries; g, c: Place's; row: this thread's first; column: the
   // tile's first.
   static __device__ __forceinline__ void find(typename L::Shared& shared,
                                               const AttentionDropout& dropout, int head, int g,
                                               int c, int row, int column) {
-    // Read anew each time, so that no register holds it meanwhile.
+    // Read each time, so that no register holds it in between.
     const uint2 seed = seed_of(dropout);
     const int odd = L::kHasColumns ? g % 2 : 0;
     const uint32_t of_row = row - odd;
@@ -77,7 +77,7 @@ struct Dropped {
   }
 };
 
-// One weight.
+// Whether one weight is dropped.
 __device__ __forceinline__ bool is_dropped(const AttentionDropout& dropout, int head, int query,
                                            int key) {
   const uint4 made =
@@ -88,7 +88,7 @@ __device__ __forceinline__ bool is_dropped(const AttentionDropout& dropout, int 
   return (dropped_of(dropout, word) >> (key % 2 * 16) & 1) != 0;
 }
 
-// All of a query, which sees so many keys.
+// Whether all weights of a query that sees this many keys are dropped.
 __device__ __forceinline__ bool are_all_dropped(const AttentionDropout& dropout, int head,
                                                 int query, int keys) {
   int key = 0;

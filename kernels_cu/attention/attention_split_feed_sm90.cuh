@@ -1,17 +1,17 @@
-// Of the attention by fp16 halves: the warpgroups that bring keys and values as fp32 and make
-// halves of them.
+// The split attention: the producer warpgroups, which load fp32 tiles by TMA and convert them to
+// fp16 halves in the consumers' ring.
 #pragma once
 
 #include "attention/attention_split_sure.cuh"
 
 namespace fx_fuser::attention_split {
 
-// What the producer keeps of a tile on its way.
+// What the producer remembers of a staged tile.
 struct KindOfTile {
   static constexpr int kBits = 5;
   uint32_t bits;
   __device__ __forceinline__ bool is_first() const { return (bits & 1) != 0; }  // of a unit
-  // Has it few lines, beside those of tiles ahead?
+  // Whether it has few lines and follows other tiles of its unit.
   __device__ __forceinline__ bool has_few() const { return (bits & 2) != 0; }
   __device__ __forceinline__ int unit() const {
     return static_cast<int>(bits / 4 % kAttentionUnits);
@@ -19,34 +19,34 @@ struct KindOfTile {
 };
 static_assert(4 * kAttentionUnits == 1 << KindOfTile::kBits);
 
-// Tiles in the order in which consumers want them: of each unit keys, values, the next keys.
+// Iterates over tiles in the consumers' order: of each unit keys, values, the next keys.
 template <class L>
 struct Feed {
   const typename L::Args& args;
   typename L::Shared& shared;
   int thread;
   int index = static_cast<int>(blockIdx.x);
-  int number = -1;  // of the block's units
+  int number = -1;  // of the unit, among the block's
   int tile = 0;
   bool of_values = false;
-  // Of the unit; its divisions would take longer than half of a tile's work.
+  // The unit's fields, cached: its divisions would take more than half of a tile's time.
   int first_tile = 0;
   int tiles = 0;
   int head = 0;
   int batch = 0;
-  int few_tile;  // the one that has few lines
+  int few_tile;  // the tile that has few lines, or -1
 
   __device__ __forceinline__ Feed(const typename L::Args& given, typename L::Shared& shared_memory,
                                   int number_of_thread)
       : args(given), shared(shared_memory), thread(number_of_thread) {
-    // Fewer than 16 lines are one for some threads, whose columns are then single elements.
+    // With fewer than 16 lines some threads have one line, whose columns are single elements.
     constexpr int kFewLines = 16;
     const int lines = L::lines_of(args);
     few_tile = 0 < lines % L::kKeys && lines % L::kKeys < kFewLines ? lines / L::kKeys : -1;
     find_unit();
   }
   __device__ __forceinline__ bool has_tile() const { return index < args.units; }
-  // Some units have no tiles: keys that no causal query sees.
+  // Skips units without tiles: keys that no causal query sees.
   __device__ __forceinline__ void find_unit() {
 #pragma unroll 1
     for (; has_tile(); index += static_cast<int>(gridDim.x)) {
@@ -73,10 +73,10 @@ struct Feed {
     index += static_cast<int>(gridDim.x);
     find_unit();
   }
-  // By one thread. Beyond the last key and the last element zeros arrive.
+  // Called by one thread. TMA fills in zeros beyond the last key and the last element.
   __device__ __forceinline__ void bring(typename L::StagedTile& to, uint32_t arrived) const {
     ptx::mbarrier_arrive_expect_tx(arrived, sizeof(typename L::StagedTile));
-#pragma unroll 1  // few registers are left to this warp
+#pragma unroll 1  // this warp has few registers
     for (int box = 0; box < L::kD / kFloats; ++box) {
       ptx::tensor_load(ptx::shared_address(to.box[box]), args.tile_map[of_values], arrived,
                        ptx::kEvictNormal, 2 * box * kFloats, tile * L::kKeys, head, batch);
@@ -85,32 +85,32 @@ struct Feed {
 };
 
 // A tile's scale is a guess, which nearly all tiles confirm: they are read from shared memory once,
-// and their largest value is found on the way. Where the halves would overflow, or lose more than
-// 2^-30 of the largest, the tile is done again with a scale of its own.
+// and their largest value is found during the conversion. If the halves overflow, or lose more than
+// 2^-30 of the largest, the tile is converted again with a scale of its own.
 struct GuessedScale {
-  static constexpr float kFirst = 0x1p10f;  // for tiles whose largest is from 2^-5 to 2^5
-  static constexpr int kHeadRoom = 5;       // the largest comes to [2^9, 2^10)
+  static constexpr float kFirst = 0x1p10f;  // suits tiles whose largest is from 2^-5 to 2^5
+  static constexpr int kHeadRoom = 5;       // maps the largest to [2^9, 2^10)
   float scale = kFirst;
 
-  // Is it one for such a tile? Else it becomes one. `keeps_small`: sums of earlier tiles have this
-  // scale, so that it does not grow.
+  // Returns whether the scale suits a tile with this largest value; if not, changes it.
+  // `keeps_small`: sums of earlier tiles have this scale, so it must not grow.
   __device__ __forceinline__ bool confirm(float largest, bool keeps_small) {
     const float scaled = largest * scale;
     const bool is_large_enough = keeps_small || scaled >= 0x1p5f || largest == 0;
-    // Of an infinity no scale makes halves; what is finite beside it keeps its own.
+    // No scale makes halves of an infinity; the tile's finite values keep the scale.
     const bool is_finite = largest < __uint_as_float(0x7F800000);
     if (!is_finite || (scaled < 0x1p15f && is_large_enough)) return true;
-    // Of subnormal values no scale makes large ones.
+    // No scale makes subnormal values large.
     const float before = scale;
     scale = Scale::of(largest, kHeadRoom).scale;
     return scale == before;
   }
 };
 
-// Eight keys by 32 elements, swizzled, as a warp turns them into halves; a lane has the same 16
-// bytes of two lines.
+// The part of a tile that a warp converts at once: eight keys by 32 elements, swizzled. A lane has
+// the same 16 bytes of two lines.
 struct Part {
-  // Lines of a half-warp differ in their third bit: then 8-byte stores meet all banks.
+  // Lines of a half-warp differ in their third bit, so that 8-byte stores cover all banks.
   static __device__ __forceinline__ int line_of(int lane, int i) {
     return (lane >> 3 & 1) * 4 + (lane >> 4) + 2 * i;
   }
@@ -124,7 +124,7 @@ struct Part {
   }
 };
 
-// What a thread of a producer has of a tile: lines of four columns, in shared memory.
+// A producer thread's share of a tile in shared memory: lines of four columns.
 template <class L>
 struct PartsOfThread {
   static constexpr int kBoxes = L::kD / kFloats;
@@ -144,17 +144,17 @@ struct PartsOfThread {
   __device__ __forceinline__ uint32_t from(const typename L::StagedTile& staged, int i) const {
     return ptx::shared_address(staged.box[box]) + first + Part::from_of(lane, i);
   }
-  // Of the four; beyond the last element TMA brings zeros.
+  // The first of the thread's four columns.
   __device__ __forceinline__ int first_column() const { return box * kFloats + lane % 8 * 4; }
-  // The second box of a span has its upper chunks.
+  // A span's second box goes to its upper chunks.
   __device__ __forceinline__ uint32_t to(const typename L::Tile& tile, int i) const {
     return ptx::shared_address(tile.part[0][box / 2]) + first +
            (Part::to_of(lane, i) ^ static_cast<uint32_t>(box % 2 * 64));
   }
 };
 
-// Of a thread's four columns the largest magnitudes, as hi has them: two instructions for four
-// values, where fp32 would take four. Of NaN they are NaN.
+// The largest magnitudes of a thread's four columns, from their hi: two instructions for four
+// values instead of fp32's four. NaN if one is NaN.
 struct LargestHalves {
   static constexpr uint32_t kHeld = 0x2800;   // kLost / kBearable
   static constexpr uint32_t kLarge = 0x5000;  // 2^5
@@ -169,20 +169,20 @@ struct LargestHalves {
     const uint32_t both = ptx::larger_halves(of[0], of[1]);
     return max(both & 0xFFFF, both >> 16);
   }
-  // Has each column something beside which a lost one is little?
+  // Whether each column has a value compared with which the split's error is small.
   __device__ __forceinline__ bool holds_all() const {
     const uint32_t both = ptx::smaller_halves(of[0], of[1]);
     return min(both & 0xFFFF, both >> 16) > kHeld;
   }
 };
 
-// Of a part.
+// A lane's two lines of a part.
 struct LinesOfPart {
   float4 value[2];
   float scale[2];
 };
 
-// factors: of lines, or null.
+// Converts this thread's share of a staged tile to halves. factors: one per line, or null.
 template <class L, bool kScalesLines = false>
 __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
                                                      const typename L::StagedTile& staged,
@@ -190,7 +190,7 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
                                                      const float* factors = nullptr) {
   using Parts = PartsOfThread<L>;
   const Parts parts = Parts::of(thread);
-  // Pointers that move, so that all else of an address is in its instruction.
+  // Addresses that advance, so that all other offsets are immediates.
   uint32_t from[2];
   uint32_t to[2];
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
                              make_uint2(left.lo, right.lo));
     }
   };
-  // The next part is on its way while one is made halves: two warps a scheduler hide no latency.
+  // Loads the next part while one is converted: two warps per scheduler cannot hide the latency.
   LinesOfPart even, odd;
   load(even, 0);
 #pragma unroll 1
@@ -247,7 +247,7 @@ __device__ __forceinline__ LargestHalves make_halves(typename L::Tile& tile,
   return largest;
 }
 
-// The same in fp32, where halves do not say enough: they may be too large, nothing, or rounded.
+// The same in fp32, if the halves do not tell enough: they may have overflowed, be zero or rounded.
 struct LargestOfColumns {
   float of[4];
 
@@ -277,7 +277,7 @@ struct LargestOfColumns {
   __device__ __forceinline__ float largest() const {
     return ptx::max_nan(ptx::max_nan(of[0], of[1]), ptx::max_nan(of[2], of[3]));
   }
-  // Do halves keep too little of a column?
+  // Whether halves lose too much of a column.
   __device__ __forceinline__ bool is_lost(float scale) const {
     bool any = false;
 #pragma unroll
@@ -286,28 +286,29 @@ struct LargestOfColumns {
   }
 };
 
-// What all threads know of a tile.
+// A tile's properties, known to all producer threads.
 struct OfTile {
   float scaled;  // the largest magnitude, times the scale
-  // Infinite where halves lose too much. Else, of tiles of dO, 1 / the smallest of its queries'
-  // sums of |out · dO|: what is lost of a row of dO vᵀ is to be little beside that.
+  // Infinite if halves lose too much. Else, for tiles of dO, 1 / the smallest of its queries' sums
+  // of |out · dO|: the error of a row of dO vᵀ must be small compared with that sum.
   float strain;
 };
 
+// Converts tiles to halves, with guessed scales.
 template <class L>
 struct Halver {
   typename L::Shared& shared;
   int thread;
-  bool has_columns;  // are there four of this thread's?
+  bool has_columns;  // whether this thread's four columns exist
   uint32_t parity = 0;
-  GuessedScale guess{};  // of keys and of values in turn
+  GuessedScale guess{};  // of keys and of values, alternately
   GuessedScale other{};
-  // Of this thread's columns of the tile ahead, of keys and of values: holds_all.
+  // holds_all of this thread's columns in the previous tile of keys, and of values.
   bool keys_held = false;
   bool values_held = false;
 
-  // Each word becomes the largest of all threads'. Behind it all have read what was staged, and
-  // written their halves.
+  // Each word becomes the largest of all producer threads'. It is a barrier, too: all have then
+  // read the staged tile and written their halves.
   template <bool kBoth>
   __device__ __forceinline__ void meet(uint32_t& word, uint32_t& other_word) {
     word = __reduce_max_sync(0xFFFFFFFF, word);
@@ -334,7 +335,7 @@ struct Halver {
                                                  const typename L::StagedTile& staged,
                                                  bool of_values) const {
     if constexpr (L::kScalesLines) {
-      // Told beside the tile ahead, which was of the same queries.
+      // tell_query wrote the factors with the previous tile, which has the same queries.
       if (of_values) {
         return make_halves<L, true>(tile, staged, guess.scale, thread, shared.factor_of_line);
       }
@@ -342,13 +343,13 @@ struct Halver {
     return make_halves<L>(tile, staged, guess.scale, thread);
   }
 
-  // query: of tiles of queries, this thread's.
+  // Converts a staged tile. query: this thread's, if tiles are of queries.
   __device__ __forceinline__ OfTile make(int slot, const typename L::StagedTile& staged,
                                          bool of_values, bool is_first, bool has_few,
                                          const AttentionQuery& query) {
     constexpr uint32_t kAsks = 1u << 16;
     const bool keeps_small = L::kKeepsScale && of_values && !is_first;
-    // Few lines are taken for the last ones of the tile ahead.
+    // A few lines count as if they belonged to the previous tile.
     const bool may_ask = has_columns && L::has_results(of_values);
     bool asks = may_ask && !(has_few && (of_values ? values_held : keys_held));
     bool holds;
@@ -372,14 +373,14 @@ struct Halver {
         break;
       }
       if (look_closer(staged, of_values, asks, keeps_small, strain, found)) break;
-      asks = may_ask;  // with a scale that is not that of the tile ahead
+      asks = may_ask;  // the scale is no longer the previous tile's
     }
     if (L::has_results(true) && of_values) values_held = holds;
     if (L::has_results(false) && !of_values) keys_held = holds;
     return found;
   }
 
-  // In fp32: is the scale right? Else it becomes another.
+  // Tests the tile and its scale in fp32. False if the scale has changed.
   __device__ __forceinline__ bool look_closer(const typename L::StagedTile& staged, bool of_values,
                                               bool asks, bool keeps_small, uint32_t strain,
                                               OfTile& found) {
@@ -395,7 +396,8 @@ struct Halver {
   }
 };
 
-// By one thread. What consumers are told of a tile, and of the unit's tiles up to it.
+// Called by one thread: publishes a tile's factor, and bounds over the unit's tiles so far, to the
+// consumers.
 template <class L>
 __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const OfTile& tile,
                                      float scale, bool of_values, const KindOfTile& kind) {
@@ -406,7 +408,7 @@ __device__ __forceinline__ void tell(typename L::Shared& shared, int slot, const
   const bool is_multiplied = L::kMultipliesBoth || !of_values;  // by rows
   float loss = 0;
   if (is_multiplied && tile.scaled != 0) {
-    // Beside a row, whose halves' norm is 2^14 at least.
+    // Relative to a row, whose halves have a norm of at least 2^14.
     loss = unscale * (1 + L::kRootOfD * 0x1p-14f * tile.scaled);
   }
   if (L::kHasColumns && of_values) loss *= tile.strain;
@@ -425,7 +427,7 @@ template <class L>
 __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typename L::Shared& shared,
                                            int thread) {
   Feed<L> feed(args, shared, thread);
-  uint32_t kinds = 0;  // of the tiles that are staged, a KindOfTile each
+  uint32_t kinds = 0;  // a KindOfTile per staged tile
   static_assert(L::kStaged * KindOfTile::kBits <= 32);
   int count = 0;
   const auto bring_next = [&](int slot) {
@@ -446,13 +448,13 @@ __device__ __forceinline__ void feed_tiles(const typename L::Args& args, typenam
   bool of_values = false;
 #pragma unroll 1
   while (count > 0) {
-    // What came before in this block changes no bit of a unit's result.
+    // Reset, so that a unit's results do not depend on the block's earlier units.
     const KindOfTile kind{kinds};
     if (kind.is_first()) halver.guess = GuessedScale{};
     kinds >>= KindOfTile::kBits;
     --count;
     ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
-    AttentionQuery column{};  // on its way while halves are made
+    AttentionQuery column{};  // loaded while halves are made
     if constexpr (L::kHasColumns) {
       if (thread < L::kKeys) column = args.of_queries[shared.first_column[staged] + thread];
     }

@@ -1,4 +1,4 @@
-// Of the attention by fp16 halves: the products of rows with tiles, by wgmma.
+// The split attention: the products of rows with tiles, by wgmma.
 #pragma once
 
 #include "attention/attention_split_rows.cuh"
@@ -8,12 +8,13 @@ namespace fx_fuser::attention_split {
 
 using Product = ptx::WgmmaOfRegisters<__half>;
 
-// score = rows · tileᵀ, in the scales of both. hi_at, lo_at: of halves that are not in registers.
+// score = rows · tileᵀ, still in the scales of both. hi_at, lo_at: shared memory of halves that are
+// not in registers.
 template <class Rows, int kScores, class Tile>
 __device__ __forceinline__ void issue_scores(float (&score)[kScores], const Rows& rows,
                                              const void* hi_at, const void* lo_at,
                                              const Tile& tile) {
-  constexpr int kStep = kInstructionK * 2 / 16;  // in the unit of descriptors, 16 bytes
+  constexpr int kStep = kInstructionK * 2 / 16;  // in units of 16 bytes, as in descriptors
   constexpr int kOfSpan = kHalves / kInstructionK;
   constexpr int kSpanStep = 2 * kScores * kSpan / 16;
   constexpr int kRowsSpanStep = kAttentionRows * kSpan / 16;
@@ -51,7 +52,8 @@ __device__ __forceinline__ void issue_scores(float (&score)[kScores], const Rows
   for (int i = 0; i < Rows::kSteps; ++i) run_hi(i, tile_hi, true);
 }
 
-// product = p v of a part of a tile's keys, since truncation takes more of longer sums (NOTES.md).
+// product = p v for part of a tile's keys: the truncation error grows with a sum's length
+// (NOTES.md).
 template <class L, int kPart = 0>
 __device__ __forceinline__ void issue_results(float (&product)[L::kSums], const Weights<L>& weights,
                                               const typename L::Tile& tile) {

@@ -1,5 +1,5 @@
-// Of the attention by fp16 halves: a warp's rows made again, in fp32. Lanes have a column of a tile
-// of 32 each, then elements of results. Hidden columns are none at all, whatever they hold.
+// The split attention: recomputes a warp's rows in fp32. Each lane has one column of a tile of 32,
+// then elements of results. Hidden columns are skipped, whatever they contain.
 #pragma once
 
 #include "attention/attention_split_rows.cuh"
@@ -19,13 +19,13 @@ struct Lines {
                                              int count) {
     return {row_at(rows, batch, head, 0), rows.row_stride, count};
   }
-  // The last one's, where there is none.
+  // Beyond the last line: the last one.
   __device__ __forceinline__ const float* at(int line) const {
     return first + min(line, count - 1) * stride;
   }
 };
 
-// Columns that each of some rows sees.
+// The columns that each row sees.
 struct Seen {
   int begin[kRowsAtOnce];
   int end[kRowsAtOnce];
@@ -55,7 +55,7 @@ __device__ __forceinline__ void multiply_in_fp32(const Lines& rows, int first_ro
   }
 }
 
-// Results of rows, a lane's elements lane, lane + 32...
+// Results of rows; a lane has elements lane, lane + 32...
 template <int kD>
 struct SumsInFp32 {
   static constexpr int kOfLane = kD / 32;
@@ -68,13 +68,13 @@ struct SumsInFp32 {
       for (float& one : row) one = 0;
     }
   }
-  // sum = sum · rescale + weights · columns, of the 32 columns from `first` on. weight: of this
+  // sum = sum · rescale + weights · columns, for the 32 columns from `first` on. weight: of this
   // lane's column.
   __device__ __forceinline__ void add(const Lines& columns, int first, const Seen& seen, int d,
                                       const float (&weight)[kRowsAtOnce],
                                       const float (&rescale)[kRowsAtOnce]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    SumsInFp32 of_tile;  // a sum of so many terms would lose more
+    SumsInFp32 of_tile;  // summed per tile: one long sum would have a larger error
     of_tile.clear();
 #pragma unroll 1
     for (int i = 0; i < 32 && first + i < columns.count; ++i) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ float sum_of_warp(float value) {
   return value;
 }
 
-// out and lse of kRowsAtOnce queries.
+// Recomputes out and lse of kRowsAtOnce queries.
 template <class L>
 __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, const Unit& unit,
                                                int first_query) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, c
     for (int r = 0; r < kRowsAtOnce; ++r) {
       const float logit = seen.has(r, first + lane) ? weight[r] * args.scale : minus_infinity();
       const float high = fmaxf(largest[r], largest_of_warp(logit));
-      // Where all are minus infinity so far, weights are nothing, and no NaN.
+      // If all logits so far are -inf, weights must be zero, not NaN.
       const float offset = high == minus_infinity() ? 0 : high;
       weight[r] = ptx::exp2(logit - offset);
       rescale[r] = ptx::exp2(largest[r] - offset);
@@ -179,11 +179,11 @@ __device__ __forceinline__ void repair_queries(const AttentionSplitArgs& args, c
   }
 }
 
-// The warp's queries of a unit.
+// Recomputes the warp's queries of a unit.
 template <class L>
 __device__ __forceinline__ void repair(const AttentionSplitArgs& args, const Unit& unit,
                                        int first_query) {
-  __syncwarp();  // what its lanes have stored of these rows is written over
+  __syncwarp();  // overwrites what other lanes have stored of these rows
 #pragma unroll 1
   for (int row = first_query; row < first_query + kRowsOfWarp; row += kRowsAtOnce) {
     if (row < args.queries) repair_queries<L>(args, unit, row);

@@ -1,7 +1,7 @@
-// Of the attention by fp16 halves: a thread's rows. Queries as halves, softmax, results.
+// The split attention: a consumer thread's rows. Queries as halves, softmax, results.
 //
-// With g = lane / 4 and c = lane % 4 a thread has rows g and g + 8 of its warp's 16, and of each
-// eight columns 2c and 2c + 1.
+// With g = lane / 4 and c = lane % 4 a thread has rows g and g + 8 of its warp's 16, and columns 2c
+// and 2c + 1 of each eight.
 #pragma once
 
 #include "attention/attention_dropout.cuh"
@@ -9,7 +9,7 @@
 
 namespace fx_fuser::attention_split {
 
-// Largest and sum of a row's four lanes.
+// Largest and sum over a row's four lanes.
 __device__ __forceinline__ float largest_of_row(float value) {
   value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, 1));
   return fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, 2));
@@ -19,7 +19,7 @@ __device__ __forceinline__ float sum_of_row(float value) {
   return value + __shfl_xor_sync(0xFFFFFFFF, value, 2);
 }
 
-// Where this thread's rows are.
+// The position of this thread's rows.
 struct Place {
   int consumer;
   int row;  // the first of the two, of the warpgroup's 64
@@ -30,13 +30,13 @@ struct Place {
     const int lane = thread % 32;
     return {consumer, thread / 32 * 16 + lane / 4, lane / 4, lane % 4};
   }
-  // Of the head's.
+  // The row's index in its head.
   __device__ __forceinline__ int row_of(const Unit& unit, int r) const {
     return unit.first_row + consumer * kAttentionRows + row + 8 * r;
   }
 };
 
-// Of a consumer's thread: found anew each time, so that no register holds it meanwhile.
+// A consumer thread's indices, recomputed at each use, so that no register holds them in between.
 template <int kConsumers>
 struct ConsumerThread {
   static __device__ __forceinline__ int consumer() {
@@ -53,12 +53,12 @@ __device__ __forceinline__ float* row_at(const AttentionRows& rows, int batch, i
   return rows.data + batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride;
 }
 
-// A thread's rows in fp32, on their way from memory.
+// A thread's rows in fp32, as loaded.
 template <int kD>
 struct RowValues {
   float2 of[2][kD / 8];
 
-  // from: null where there is no row.
+  // from: null if there is no such row.
   __device__ __forceinline__ void load(const float* const (&from)[2], int d, const Place& place) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -72,8 +72,8 @@ struct RowValues {
   }
 };
 
-// Rows as the first operand of products: halves in registers, or in shared memory in lines as tiles
-// have them. A row has a power of two as scale.
+// Rows as the first operand of products: halves in registers, or in shared memory in the same lines
+// as tiles. Each row has a power of two as its scale.
 template <int kD, bool kKeepsHi, bool kKeepsLo>
 struct RowHalves {
   static constexpr int kSteps = kD / kInstructionK;
@@ -83,7 +83,7 @@ struct RowHalves {
   uint32_t lo[kKeepsLo ? kSteps : 1][4];
   float unscale[2];
 
-  // hi_at, lo_at: of the warpgroup, for halves that are not kept.
+  // hi_at, lo_at: the warpgroup's shared memory, for halves that are not kept in registers.
   __device__ __forceinline__ void make(const RowValues<kD>& value, const Place& place,
                                        uint32_t hi_at, uint32_t lo_at) {
     float scale[2];
@@ -123,7 +123,7 @@ struct RowHalves {
     value.load(from, d, place);
     make(value, place, hi_at, lo_at);
   }
-  // The sum of each row's squares, scaled, from its hi. The same in a row's lanes.
+  // The sum of squares of each row's scaled values, from its hi. The same in a row's lanes.
   __device__ __forceinline__ void squares(const Place& place, uint32_t hi_at,
                                           float (&sum)[2]) const {
     sum[0] = sum[1] = 0;
@@ -144,12 +144,12 @@ struct RowHalves {
 #pragma unroll
     for (float& one : sum) one = sum_of_row(one);
   }
-  // Of eight columns from 8i on: where a thread's two lie in shared memory.
+  // Where a thread's two of eight columns, from 8i on, are in shared memory.
   static __device__ __forceinline__ uint32_t place_of(const Place& place, int i, int r) {
     const uint32_t line = i / 8 * kAttentionRows + place.row + 8 * r;
     return line * kSpan + (i % 8 ^ place.g) * 16 + place.c * 4;
   }
-  // What a warpgroup's threads have stored becomes their wgmma's.
+  // Makes what the warpgroup's threads have stored visible to their wgmma.
   static __device__ __forceinline__ void publish(const Place& place) {
     ptx::fence_async_proxy();
     ptx::barrier_sync<kWarpgroup>(kQueriesBarrier + place.consumer);
@@ -168,7 +168,7 @@ struct RowHalves {
 };
 
 // exp2(score - largest so far) as the first operand of products, times 2^15: fp16 ends at 2^16, and
-// what its halves lose is then 2^-40 of a row's largest.
+// the halves' error is then 2^-40 of a row's largest.
 template <class L>
 struct Weights {
   static constexpr int kSteps = L::kKeys / kInstructionK;
@@ -185,11 +185,11 @@ struct Weights {
   }
 };
 
-// Of a row: all that softmax keeps from tile to tile.
+// Online softmax: a row's state from tile to tile.
 struct RowState {
-  float largest[2];  // logit by log2(e)
-  float sum[2];      // of this thread's columns
-  float rescale[2];  // what earlier results are multiplied by
+  float largest[2];  // logit, times log2(e)
+  float sum[2];      // over this thread's columns
+  float rescale[2];  // factor of earlier results
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -200,8 +200,8 @@ struct RowState {
     }
   }
 
-  // unscale: what makes a score a logit. Weights that are dropped are in the sum, as softmax is
-  // ahead of dropout.
+  // Turns a tile's scores into weights. unscale: the factor from score to logit. Dropped weights
+  // count in the sum: softmax comes before dropout.
   template <class L>
   __device__ __forceinline__ void take(typename L::Shared& shared, const float (&score)[L::kScores],
                                        const float (&unscale)[2], Weights<L>& weights) {
@@ -218,7 +218,7 @@ struct RowState {
       rescale[r] = ptx::exp2(before - largest[r]);
       offset[r] = largest[r] - Weights<L>::kExponent;
     }
-    float of_tile[2] = {0, 0};  // a sum of so many terms would lose more
+    float of_tile[2] = {0, 0};  // summed per tile: one long sum would have a larger error
 #pragma unroll
     for (int i = 0; i < L::kScores; i += 4) {
       uint32_t dropped = 0;
@@ -240,7 +240,7 @@ struct RowState {
   }
 };
 
-// Scores of columns that are none, or that a causal row does not see: from `end` on.
+// Hides scores from column `end` on: columns that do not exist, or that a causal row does not see.
 template <int kScores>
 __device__ __forceinline__ void hide_from(const Place& place, const int (&end)[2],
                                           float (&score)[kScores]) {
@@ -257,7 +257,7 @@ __device__ __forceinline__ void hide_from(const Place& place, const int (&end)[2
   }
 }
 
-// Likewise where rows are keys: columns below `first`, causal queries ahead of a row's own.
+// Likewise if rows are keys: hides columns below `first`, causal queries ahead of a row's own.
 template <int kScores>
 __device__ __forceinline__ void hide_below(const Place& place, const int (&first)[2],
                                            float (&score)[kScores]) {
@@ -286,14 +286,14 @@ __device__ __forceinline__ void store_row(float* row, int d, const Place& place,
   }
 }
 
-// The largest magnitude of four of a thread's results of a row; a NaN only where all four are.
+// The largest magnitude of four of a thread's results of a row; NaN only if all four are.
 template <int kSums>
 __device__ __forceinline__ float largest_of_four(const float (&sum)[kSums], int r) {
   return fmaxf(fmaxf(fabsf(sum[2 * r]), fabsf(sum[2 * r + 1])),
                fmaxf(fabsf(sum[2 * r + 4]), fabsf(sum[2 * r + 5])));
 }
 
-// The largest of a row's results, or a NaN. The same in a row's lanes.
+// The largest magnitude of a row's results, or NaN. The same in a row's lanes.
 template <int kSums>
 __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r) {
   float largest = 0;
@@ -306,8 +306,8 @@ __device__ __forceinline__ float largest_in_row(const float (&sum)[kSums], int r
   return ptx::max_nan(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
 }
 
-// The logarithm of 2^offset · sum, rounded once: the backward takes a row's weights anew from it
-// alone.
+// The logarithm of 2^offset · sum, rounded once: it is all that the backward recomputes a row's
+// weights from.
 __device__ __forceinline__ float logarithm_of(float offset, float sum) {
   const uint32_t bits = __float_as_uint(sum);
   const float whole = static_cast<float>(static_cast<int>(bits >> 23) - 127);
@@ -330,7 +330,7 @@ __device__ __forceinline__ float* lse_of(const AttentionSplitArgs& args, const U
   return args.lse + int64_t{head_of(args, unit)} * args.lse_rows + query;
 }
 
-// value_scale: of the results so far.
+// Stores out and lse. value_scale: the scale of `result`.
 template <class L>
 __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit& unit,
                                       const Place& place, const RowState& state,
@@ -346,7 +346,7 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
       store_row(to, args.d, place, r, result, L::kDrops ? factor * args.dropout.factor : factor);
     }
     if (args.lse != nullptr && place.c == 0 && query < args.lse_rows) {
-      // As `take` has it, so that what it lost is in the sum.
+      // The same rounding as in `take`, whose error is in the sum.
       const float offset = state.largest[r] - Weights<L>::kExponent;
       const float lse = logarithm_of(offset, sum[r]);
       *lse_of(args, unit, query) = is_there ? lse : -minus_infinity();
@@ -354,7 +354,7 @@ __device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit
   }
 }
 
-// A warp's results, and what is known of its unit's tiles when it ends.
+// The accuracy test of a warp's results, at the end of its unit, from bounds of the unit's tiles.
 template <class L>
 struct UnitToTest {
   const AttentionSplitArgs& args;
@@ -376,7 +376,7 @@ struct UnitToTest {
     const int seen = args.is_causal ? min(args.keys, query + 1) : args.keys;
     return are_all_dropped(args.dropout, head_of(args, unit), query, seen);
   }
-  // Are all sure, without a closer look?
+  // A sufficient test from cheap bounds.
   __device__ __forceinline__ bool is_clearly_sure(const float (&unscale)[2],
                                                   const float (&result)[L::kSums]) const {
     bool all_sure = true;
@@ -390,16 +390,16 @@ struct UnitToTest {
     }
     return __all_sync(0xFFFFFFFF, all_sure);
   }
-  // squares: of the rows' scaled values, summed up.
+  // squares: sums of squares of the rows' scaled values.
   __device__ __forceinline__ bool is_sure(const float (&unscale)[2], const float (&squares)[2],
                                           const float (&result)[L::kSums]) const {
     const float quantum = Scale::unscale_of(value_scale);
-    bool all_sure = tiles.loss < infinity();  // a query of zeros is no excuse for values
+    bool all_sure = tiles.loss < infinity();  // values may fail even if a query is all zeros
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float largest = largest_in_row(result, r) * (quantum / sum[r]);  // by all lanes
-      // Weights add up to 1, and of each the halves lose as of a scaled value.
-      // Both are compared ahead of dropout's factor.
+      // Weights add up to 1, and each has the error of a scaled value. Both are compared ahead of
+      // dropout's factor.
       const float of_weights = sqrtf(columns()) * tiles.largest / sum[r];
       const bool sure = is_product_sure(unscale[r], args.scale, squares[r], kLeastOperand,
                                         tiles.loss, kBearable) &&

@@ -1,17 +1,18 @@
-// out = softmax(scale · q kᵀ) v in fp32, by fp16 halves, for sm_90a.
+// Split attention: out = softmax(scale · q kᵀ) v in fp32, by fp16 halves, for sm_90a.
 //
-// x = (hi + lo) / scale with two fp16 and a power of two. Each product is three: hi·hi, hi·lo and
-// lo·hi, small ones first, into one fp32 accumulator: lo is not scaled beside hi, since an fp16
-// within its normal range is followed by 2^-25 in its subnormal one. Scales are of the data: one
-// for each row of q, for each tile of k, for each tile of v. Those of q and k go with the logits'
-// scale. That of v goes with the factor by which softmax rescales earlier results, and never grows.
+// x = (hi + lo) / scale with two fp16 and a power of two. Each product is three, hi·hi, hi·lo and
+// lo·hi, small ones first, into one fp32 accumulator. lo has no scale of its own: fp16's subnormals
+// bound its error by 2^-25. Scales follow the data: one per row of q, per tile of k and per tile of
+// v. Those of q and k are undone with the logits' scale; that of v is undone with the factor by
+// which softmax rescales earlier results, and never grows.
 //
-// The tensor core truncates where it adds up. So the products p v of each tile of keys begin at
-// zero, and fp32 sums take them: by the multiply-add that rescales, so this costs registers alone.
+// The tensor core truncates when it accumulates. So the products p v of each tile of keys begin at
+// zero and are added to fp32 sums, by the multiply-add that rescales: this costs only registers.
 //
-// Blocks are persistent. TMA brings fp32 tiles; a producer warpgroup makes halves of them, in the
-// layout that wgmma reads; consumer warpgroups of 64 queries each take turns at the tensor core, so
-// that one's softmax runs beside the others' products. NOTES.md has the arithmetic.
+// Blocks are persistent. TMA loads fp32 tiles (64 or 128 keys) to a staging ring; a producer
+// warpgroup converts them to halves in a second ring, in wgmma's layout (PTX ISA 9.7.15.5); two
+// consumer warpgroups of 64 queries each take turns at the tensor core, so that one's softmax
+// overlaps the other's products. NOTES.md has the arithmetic.
 //
 //   FX_FUSER_ATTENTION_SPLIT(/*shape*/ 0, /*drops*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                            /*Out*/ float, /*q, k, v*/ float)
@@ -43,7 +44,7 @@ struct Consumer {
   const AttentionSplitArgs& args;
   typename L::Shared& shared;
   typename L::PipelineState pipeline;
-  int nth;         // of the block's units
+  int nth;         // the unit's number in the block
   int tile_count;  // of the unit
   RowValues<L::kD> values;
 
@@ -56,14 +57,14 @@ struct Consumer {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot()]), pipeline.phase());
   }
   __device__ __forceinline__ void release() {
-    __syncwarp();  // all lanes have read what lies beside the tile
+    __syncwarp();  // all lanes have read the tile's factor
     if (threadIdx.x % 32 == 0) {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[pipeline.slot()]));
     }
     pipeline.advance();
   }
 
-  // Its queries are on their way.
+  // Starts to load the unit's queries.
   __device__ __forceinline__ void begin(const Unit& unit) {
     const Place place = Here::place();
     const float* from[2];
@@ -75,14 +76,14 @@ struct Consumer {
     values.load(from, args.d, place);
     tile_count = unit.tiles;
   }
-  // The producer has told of it ahead of the last tile of the unit before.
+  // The producer has published the next unit ahead of the last tile of this one.
   __device__ __forceinline__ void begin_next() {
-    values = {};  // so that none of the last unit lives on
+    values = {};  // ends the live ranges of the last unit's values
     ++nth;
     if (has_unit()) begin(unit());
   }
 
-  // A unit that has begun.
+  // Computes a unit for which begin() was called.
   __device__ __forceinline__ void run() {
     RowHalves<L::kD, true, L::kKeepsLo> query;
     const void* query_lo = nullptr;
@@ -102,7 +103,7 @@ struct Consumer {
     for (int tile = 0; tile < tile_count; ++tile) {
       float score[L::kScores];
       wait();
-      if constexpr (L::kDrops) {  // beside another consumer's products
+      if constexpr (L::kDrops) {  // overlaps another consumer's products
         const Place here = Here::place();
         Dropped<L>::find(shared, args.dropout, head_of(args, unit()), here.g, here.c,
                          here.row_of(unit(), 0), tile * L::kKeys);
@@ -110,10 +111,10 @@ struct Consumer {
       float unscale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // Where it is nothing at all, a hidden score must stay an infinity.
+        // Never zero: a hidden score must stay an infinity.
         unscale[r] = fmaxf(query.unscale[r] * shared.factor[pipeline.slot()], 0x1p-126f);
       }
-      // Pinned, else ptxas moves what made them between the products, and serialises those.
+      // Without pins ptxas moves code that computes these between the products and serialises them.
       ptx::pin(score);
       query.pin();
       Here::turns().take();
@@ -163,9 +164,9 @@ struct Consumer {
 #pragma unroll
       for (auto& part : product) ptx::pin(part);
       release();
-      add_up<L>(result, product, state.rescale);  // beside another consumer's products
+      add_up<L>(result, product, state.rescale);  // overlaps another consumer's products
     }
-    const Unit done = unit();  // no register holds it across the tiles
+    const Unit done = unit();  // read again: no register holds it across the tiles
     const TilesSoFar tiles = shared.so_far[nth % L::kUnits][0];
     if constexpr (L::kBeginsEarly) begin_next();
     const Place at_end = Here::place();
@@ -188,7 +189,7 @@ struct Consumer {
 template <int kShape, bool kDrops>
 __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
   using L = Layout<kShape, kDrops>;
-  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  // Declared aligned, so that the compiler knows the low bits of descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
@@ -204,7 +205,7 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
     ptx::take_registers<L::kConsumerRegisters>();
     Consumer<L> consumer{args, shared, {}, 0, 0, {}};
     Consumer<L>::Here::turns().begin();
-    // There are as many units as blocks, or more.
+    // There are at least as many units as blocks.
     consumer.begin(L::unit_at(args, static_cast<int>(blockIdx.x)));
     while (consumer.has_unit()) consumer.run();
     Consumer<L>::Here::turns().end();

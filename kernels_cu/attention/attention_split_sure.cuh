@@ -1,15 +1,18 @@
-// Of the attention by fp16 halves: are a warp's results as exact as fp32 arithmetic's? Where they
-// are not surely so, the warp makes its rows again in fp32 (attention_split_repair.cuh).
+// The split attention: tests whether a warp's results are as accurate as fp32 arithmetic's. If that
+// is not certain, the warp recomputes its rows in fp32 (attention_split_repair.cuh).
 //
-// A scaled value's halves keep 22 bits of it, as much as fp32 arithmetic needs, but no less than
-// 2^-25: what is small beside the largest that shares its scale loses more. If such errors are
-// random, a product of a row and a tile's line is off by 2^-25 times the Euclidean norm of both,
-// scaled. Of a logit that is to be little beside 1; of dO vᵀ beside the sum of |out · dO|, of which
-// delta has such an error in fp32 too; of a result beside the largest of its row. Columns of tiles
-// have a precision of their own where results have them: the producer sees to it, part by part.
+// The halves of a scaled value keep 22 bits, as many as fp32 arithmetic needs, but have an absolute
+// error of up to 2^-25: values that are small compared with the largest that shares their scale
+// lose more. If such errors are random, the product of a row and a tile's line is off by 2^-25
+// times the Euclidean norms of both, scaled. This must be small
+// - for a logit, compared with 1;
+// - for dO vᵀ, compared with the sum of |out · dO| (in fp32 delta has such an error, too);
+// - for a result, compared with the largest of its row.
+// If columns of tiles are columns of results, each must keep its own relative precision: the
+// producer checks that, part by part.
 //
-// Infinities and NaN make results that are not finite, and count as lost. So does all that is too
-// large, and what is so small that factors would be subnormal.
+// Infinities and NaN make results that are not finite, which fails the test. So do values that are
+// too large, or so small that factors would be subnormal.
 #pragma once
 
 #include "attention/attention_split_tiles_sm90.cuh"
@@ -17,20 +20,21 @@
 
 namespace fx_fuser::attention_split {
 
-constexpr float kLost = 0x1p-25f;  // of a scaled value
+constexpr float kLost = 0x1p-25f;  // absolute error of a scaled value
 constexpr float kLn2 = 0.693147180559945309f;
-constexpr float kBearable = 0x1p-20f;  // of what is compared: random errors are less by far
+constexpr float kBearable = 0x1p-20f;  // relative error allowed; random ones are far smaller
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000); }
 
-// Do halves lose too much of values of which this is the largest?
+// Whether halves lose too much of values whose largest is this.
 __device__ __forceinline__ bool loses(float largest, float scale) {
   return largest > 0 && largest * scale < kLost / kBearable;
 }
 
-// What lse by log2(e) is, beside the float that is nearest to it: a query's weights are this factor
-// times exp2(score - lse). Eight bits of what it is beside 1 are more than its float has.
+// The rounding error of lse log2(e) as a factor near 1: a query's weights are this factor times
+// exp2(score - lse). It is stored as factor - 1, of which eight bits are more than the factor as a
+// float would keep.
 struct RestOfLse {
   float beside_one;
 
@@ -38,7 +42,7 @@ struct RestOfLse {
   __device__ __forceinline__ float factor() const { return 1 + beside_one; }
 };
 
-// Both are cut off, the largest not to zero.
+// Both are truncated to 16 bits; a nonzero largest stays nonzero.
 __device__ __forceinline__ uint32_t pack(float largest, const RestOfLse& rest) {
   const uint32_t bits = __float_as_uint(largest);
   return max(bits >> 16, min(bits, 1u)) | (__float_as_uint(rest.beside_one) & 0xFFFF0000);
@@ -50,7 +54,7 @@ __device__ __forceinline__ RestOfLse rest_of_lse(const AttentionQuery& query) {
   return {__uint_as_float(query.packed & 0xFFFF0000)};
 }
 
-// OfTile's strain, of a query whose dO is in a tile with this scale.
+// OfTile's strain, for a query whose dO is in a tile with this scale.
 __device__ __forceinline__ float strain_of(const AttentionQuery& query, float scale) {
   const float largest = largest_d_out(query);
   if (largest == 0) return 0;
@@ -58,8 +62,8 @@ __device__ __forceinline__ float strain_of(const AttentionQuery& query, float sc
   return fits ? ptx::reciprocal(query.terms) : infinity();
 }
 
-// Of products of a row with tiles. unscale: of the row, times `factor`; squares: of its scaled
-// values, summed up; loss: of the tiles.
+// Tests products of a row with tiles. unscale: the row's, times `factor`; squares: the sum of
+// squares of its scaled values; loss: of the tiles.
 __device__ __forceinline__ bool is_product_sure(float unscale, float factor, float squares,
                                                 float least, float loss, float bearable) {
   if (squares == 0) return true;
@@ -67,15 +71,15 @@ __device__ __forceinline__ bool is_product_sure(float unscale, float factor, flo
          2 * kLost * unscale * sqrtf(squares) * loss <= bearable;
 }
 
-// largest: of a row's results, in magnitude, or a NaN.
+// largest: magnitude of a row's results, or NaN.
 __device__ __forceinline__ bool is_result_sure(float largest, float lost) {
   return largest * kBearable >= lost && largest < infinity();
 }
 
-// Of a row of the forward, whose scaled values' norm is at most root_of_d 2^15: are both tests
-// passed in any case? Bounds that cost little say so of nearly all rows. some: of one of its
-// results in magnitude; sum: of its weights, of which the largest is 2^15; columns: how many;
-// value: the largest one, scaled.
+// A sufficient test for a row of the forward, from cheap bounds that hold for nearly all rows: true
+// if both tests above pass in any case. The norm of the row's scaled values is at most
+// root_of_d 2^15. some: magnitude of any of its results; sum: of its weights, the largest of which
+// is 2^15; columns: their number; value: the largest value, scaled.
 __device__ __forceinline__ bool is_clearly_sure(float unscale, float factor, float root_of_d,
                                                 float loss, float some, float sum, float columns,
                                                 float value) {

@@ -1,4 +1,4 @@
-// Of the attention by fp16 halves: shared memory, units of work, turns of the tensor core.
+// The split attention: shared-memory layout, units of work, turns at the tensor core.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -14,31 +14,32 @@ namespace fx_fuser::attention_split {
 
 constexpr int kWarpgroup = kAttentionWarpgroup;
 constexpr int kSpan = kAttentionSpanBytes;
-constexpr int kHalves = 64;  // of a span
-constexpr int kFloats = 32;  // of a span
+constexpr int kHalves = 64;  // per span
+constexpr int kFloats = 32;  // per span
 constexpr int kInstructionK = 16;
 
-// Below it, a largest magnitude makes factors that are no normal numbers beside others of its like.
+// Operands whose largest magnitude is below this may have factors whose products are not normal
+// numbers.
 constexpr float kLeastOperand = 0x1p-30f;
-constexpr float kLeastGradient = 0x1p-70f;  // beside kLeastOperand
+constexpr float kLeastGradient = 0x1p-70f;  // if the other factor's is at least kLeastOperand
 
 // Named barriers; 0 is __syncthreads'.
-constexpr int kTurnBarrier = 1;     // and those of the further consumers
+constexpr int kTurnBarrier = 1;     // one per consumer
 constexpr int kQueriesBarrier = 4;  // likewise
 constexpr int kProducerBarrier = 7;
 
-// What a producer tells of a unit's tiles so far, in the end of all. attention_split_sure.cuh has
-// its use.
+// The producer's bounds over a unit's tiles so far; at the unit's end over all of them. Used by
+// attention_split_sure.cuh.
 struct alignas(8) TilesSoFar {
-  // What halves lose of products of rows with them; infinite where they do not fit. The forward's
-  // is of keys and of values.
+  // The split's error in products of rows with the tiles; infinite if a tile fails its test. In the
+  // forward: of keys and values.
   float loss;
-  float largest;  // magnitude; the forward's is of values
+  float largest;  // magnitude; in the forward: of values
 };
-// Of values that are nothing but zeros so far; 0 undoes it.
+// The scale of values that are all zeros so far; its unscale is 0.
 constexpr float kScaleOfZeros = 0x1p127f;
 
-// A place in a ring of tiles, in one register: a slot, and whose turn it is there.
+// A position in a ring of tiles, slot and phase in one register.
 template <int kSlots>
 struct Ring {
   uint32_t bits = 0;
@@ -51,7 +52,7 @@ struct Ring {
   }
 };
 
-// Of, has kIs, an AttentionShape: what forward and backward have alike.
+// What forward and backward share. Of::kIs: an AttentionShape.
 template <class Of>
 struct Tiles {
   static constexpr AttentionShape kIs = Of::kIs;
@@ -64,22 +65,22 @@ struct Tiles {
   static constexpr int kSlots = kIs.slots;
   static constexpr int kUnits = kAttentionUnits;
   static_assert(kUnits >= (kStaged + kSlots + 1) / 2 + 2);
-  static constexpr int kSums = kD / 2;       // of a thread: its rows' results
-  static constexpr int kScores = kKeys / 2;  // of a thread and tile
+  static constexpr int kSums = kD / 2;       // per thread: its rows' results
+  static constexpr int kScores = kKeys / 2;  // per thread and tile
   static constexpr int kSpans = kD / kHalves;
   static constexpr float kRootOfD = kD == 64 ? 8 : 11.3137085f;
-  static constexpr int kRows = kIs.rows();  // of a block
-  // Of a thread: what a block is launched with, divided anew.
+  static constexpr int kRows = kIs.rows();  // per block
+  // Per thread: setmaxnreg redistributes what a block is launched with.
   static constexpr int kLaunchRegisters = 64 * 1024 / kIs.threads() / 8 * 8;
   static constexpr int kConsumerRegisters = kIs.registers;
   static constexpr int kProducerRegisters =
       (kLaunchRegisters * (kConsumers + kProducers) - kConsumerRegisters * kConsumers) /
       kProducers / 8 * 8;
 
-  // Lines of 128 bytes, swizzled: the 16-byte chunk c of line r lies at chunk c ^ (r % 8). Keys and
-  // values alike: a line is 64 elements of one key, and those of all keys are followed by the next
-  // 64. For q kᵀ elements are k, so this is K-major; for p v keys are k, and this is a transposed
-  // operand.
+  // Lines of 128 bytes, swizzled: the 16-byte chunk c of line r is stored at chunk c ^ (r % 8). For
+  // keys and values alike a line is 64 elements of one key; the lines of all keys are followed by
+  // those of the next 64 elements. For q kᵀ the product's k are elements, so this is K-major; for
+  // p v they are keys, and this is a transposed operand.
   struct Tile {
     __half part[2 /*hi, lo*/][kSpans][kKeys][kHalves];
   };
@@ -90,24 +91,25 @@ struct Tiles {
   struct Rows {
     __half of[kConsumers][kSpans][kAttentionRows][kHalves];
   };
-  // Ahead: what lies ahead of it in shared memory. One base, at offset 0: to reach a second one,
-  // NVRTC 13.0 keeps a 64-bit pointer and tests it for null each time, in registers that we lack.
+  // Ahead: what comes first in shared memory. A single base class, at offset 0: for a second one,
+  // NVRTC 13.0 keeps a 64-bit pointer and tests it for null, in registers that we lack.
   template <class Ahead>
   struct Pipeline : Ahead {
     Tile tile[kSlots];
     StagedTile staged[kStaged];
-    // Read by whole vectors, so that they share none with what others write.
-    uint32_t largest[2][4 * kProducers];  // of a producer's warp
-    uint32_t strain[2][4 * kProducers];   // likewise, as OfTile has it
-    // Of units in turn; in the backward of keys and of values. The producer is ahead by the tiles
-    // that there are, of which a unit has two at least, so that it writes over none that is in use.
+    // Read in whole vectors, which must not contain what other threads write.
+    uint32_t largest[2][4 * kProducers];  // per producer warp
+    uint32_t strain[2][4 * kProducers];   // likewise: OfTile's
+    // A ring of units; in the backward for keys and for values. The producer is ahead by at most
+    // the tiles in shared memory, and a unit has at least two, so it overwrites none that is in
+    // use.
     TilesSoFar so_far[kUnits][2];
     uint64_t full[kSlots];
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
-    float factor[kSlots];  // of a tile: undoes the scale of keys, or is that of values
+    float factor[kSlots];  // per tile: undoes the scale of keys, or is the scale of values
   };
-  // Where weights are dropped: Dropped's words of consumers' threads.
+  // With dropout: Dropped's words of the consumers' threads.
   template <class Own>
   struct WithDropped : Own {
     alignas(16) uint32_t dropped[kScores / 32][kConsumers * kWarpgroup];
@@ -119,7 +121,7 @@ struct Tiles {
 
   using PipelineState = Ring<kSlots>;
 
-  // By one thread, ahead of __syncthreads.
+  // Initialises the barriers. Called by one thread, ahead of __syncthreads.
   template <class Shared>
   static __device__ __forceinline__ void begin(Shared& shared) {
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -133,7 +135,7 @@ struct Tiles {
   }
 };
 
-// Rows of one head, beside which tiles are read.
+// A unit of work: a block's rows of one head, and the tiles that they are multiplied by.
 struct Unit {
   int batch;
   int head;  // of queries
@@ -141,11 +143,11 @@ struct Unit {
   int first_row;
   int head_of_tiles;
   int first_tile;
-  int tiles;  // the end of them
+  int tiles;  // end of the tiles
 };
 
-// The first blocks of a group of heads' come first. What heads of a group read is in the L2 cache
-// while they are under way.
+// Units are ordered by groups of heads, then by blocks, then by heads: what a group's heads read
+// stays in L2 while they are computed.
 template <class Args>
 __device__ __forceinline__ Unit place_at(const Args& args, int index) {
   const int group = index / (args.group * args.blocks);
@@ -156,7 +158,7 @@ __device__ __forceinline__ Unit place_at(const Args& args, int index) {
   return {batch, head - batch * args.heads, inside / width, 0, 0, 0, 0};
 }
 
-// Of all batches' heads of queries.
+// The head's index among all batches' heads of queries.
 template <class Args>
 __device__ __forceinline__ int head_of(const Args& args, const Unit& unit) {
   return unit.batch * args.heads + unit.head;
@@ -175,10 +177,10 @@ struct Layout : Tiles<ForwardShape<kShape>> {
   static constexpr bool kDrops = kDropsWeights;
   static constexpr int kParts = Base::kKeys / kAttentionPromoted;  // of a tile's p v
   static_assert(kParts == 1 || kParts == 2);
-  // The next unit's queries are loaded beside the end of one where registers hold both.
+  // Load the next unit's queries during the end of this one, if there are registers for both.
   static constexpr bool kBeginsEarly = kKeepsLo;
   static constexpr bool kHasColumns = false;
-  static constexpr bool kMultipliesBoth = false;  // rows, with keys alone
+  static constexpr bool kMultipliesBoth = false;  // rows are multiplied by keys only
   static constexpr bool kTellsUnits = true;
   static constexpr bool kScalesLines = false;
 
@@ -186,7 +188,7 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     typename Base::Rows query_lo;
   };
   struct Nothing {};
-  // In turn, as the producer has found them, since divisions take long.
+  // A ring of units as computed by the producer, since divisions are slow.
   struct Own : Base::template Pipeline<std::conditional_t<kKeepsLo, Nothing, LoOfQueries>> {
     Unit unit[Base::kUnits];
   };
@@ -204,18 +206,18 @@ struct Layout : Tiles<ForwardShape<kShape>> {
     return unit;
   }
   static __device__ __forceinline__ int lines_of(const Args& args) { return args.keys; }
-  // Of which tiles are columns to keep a precision of their own?
+  // Whether columns of these tiles are columns of results, which must keep their own precision.
   static __device__ __forceinline__ bool has_results(bool of_values) { return of_values; }
   static __device__ __forceinline__ float least_of(bool /*of_values*/) { return kLeastOperand; }
-  // Sums of earlier tiles of values have their scale, so that it does not grow.
+  // Sums of earlier tiles of values have their scale, so it must not grow.
   static constexpr bool kKeepsScale = true;
   static __device__ __forceinline__ float factor_of(bool of_values, float scale) {
     return of_values ? scale : Scale::unscale_of(scale);
   }
 };
 
-// The consumers issue in turn, the first one first: of one softmax the others' products fill the
-// time.
+// The consumers issue products in turn, the first one first, so that one's softmax overlaps the
+// others' products.
 template <int kConsumers>
 struct Turns {
   int consumer;
@@ -233,7 +235,7 @@ struct Turns {
   __device__ __forceinline__ void pass() const {
     pass_to(consumer == kConsumers - 1 ? 0 : consumer + 1);
   }
-  // The last consumer's last pass is still to be met.
+  // Matches the last consumer's last pass.
   __device__ __forceinline__ void end() const {
     if (consumer == 0) wait_for(0);
   }

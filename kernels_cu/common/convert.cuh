@@ -1,4 +1,4 @@
-// Conversions between the element types of tensors and the type arithmetic is done in.
+// Conversions between tensor element types and the type that arithmetic is done in.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,8 +12,8 @@ namespace fx_fuser {
 template <class T>
 inline constexpr bool kIs16BitFloat = std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>;
 
-// Half types convert through float in both directions, as PyTorch's do: from double that is two
-// roundings, and bit-equality with eager is worth more than the last half ulp.
+// Half types convert through float in both directions, as PyTorch's do. From double this rounds
+// twice: bit-equality with eager is worth more than the last half ulp.
 template <class To, class From>
 __device__ __forceinline__ To convert(From value) {
   if constexpr (std::is_same_v<To, From>) {
@@ -38,7 +38,7 @@ struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Vec {
   T element[kWidth];
 };
 
-// Two at once: one instruction for both, where the halves of a word are wanted.
+// Converts two floats to 16-bit types by one instruction.
 template <class To>
 __device__ __forceinline__ Vec<To, 2> convert_pair(float first, float second) {
   if constexpr (std::is_same_v<To, __half>) {

@@ -1,4 +1,4 @@
-// Rows of floats to rows that are dense and 16-byte aligned, as TMA asks for them.
+// Copies rows of floats with any strides into dense, 16-byte aligned rows, as TMA requires.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the host tells the kernel that copies rows. The shim fills it, copy_rows.cuh reads it.
+// Arguments of the kernel that copies rows. The shim fills them, copy_rows.cuh reads them.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace fx_fuser {
 constexpr int kCopyThreads = 256;
 constexpr int kCopyInFlight = 4;
 
-// [outer, inner, rows, columns]; `from` with any strides, rows of `to` `pitch` apart.
+// [outer, inner, rows, columns]. `from` has any strides; rows of `to` are `pitch` elements apart.
 struct CopyRowsArgs {
   const float* from;
   float* to;

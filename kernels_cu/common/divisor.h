@@ -1,6 +1,6 @@
 // Division of an index by a run-time constant as one multiply-high, one add and one shift.
 // T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", 1994.
-// The host prepares the magic numbers, the device divides. And the host's division that rounds up.
+// The host prepares the magic numbers, the device divides. Also the host's ceil_div.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ __device__ __forceinline__ Index divide(Index dividend, const Divisor<Index>& by
   return (multiply_high(dividend, by.magic) + dividend) >> by.shift;
 }
 #else
-// Right for every dividend below half of Index's range, so that the add cannot overflow.
+// Correct for every dividend below half of Index's range: there the add cannot overflow.
 template <class Index>
 inline Divisor<Index> make_divisor(Index size) {
   constexpr int kBits = 8 * sizeof(Index);

@@ -1,10 +1,11 @@
-// The functions an epilogue may call. Each has the meaning of the PyTorch operator of its name,
-// NaN included, in Acc = float or double, with the accurate (never the fast-math) library routines;
-// but for `exp_of_minus`.
+// The functions an epilogue may call. Each has the meaning of the PyTorch operator of the same
+// name, NaN included, in Acc = float or double. All use the accurate library routines, never
+// fast-math, except `exp_of_minus`.
 //
-// Arithmetic goes through add, sub, mul and div, whose roundings nvcc leaves where they are: from
-// `z * 10 - inf` with + and * it makes one fma, which is -inf for a z whose product overflows,
-// where torch, with a kernel each, has NaN. Where one kernel of torch's is an fma, so is it here.
+// Arithmetic goes through add, sub, mul and div, which nvcc does not contract. With + and *, it
+// would turn `z * 10 - inf` into one fma, which is -inf for a z whose product overflows; torch,
+// with one kernel per operation, has NaN. Where a torch kernel contains an fma, so does the
+// function here.
 #pragma once
 
 #include "common/convert.cuh"
@@ -32,7 +33,7 @@ __device__ __forceinline__ Acc neg(Acc x) {
   return -x;
 }
 
-// a + alpha * b, which nvcc made an fma of in torch's kernel.
+// a + alpha * b, contracted to an fma in torch's kernel.
 template <class Acc>
 __device__ __forceinline__ Acc add(Acc a, Acc b, Acc alpha) {
   return fma(alpha, b, a);
@@ -43,25 +44,25 @@ __device__ __forceinline__ Acc sub(Acc a, Acc b, Acc alpha) {
   return fma(-alpha, b, a);
 }
 
-// As torch divides by what is a number on the host.
+// Multiplies by the reciprocal, as torch does to divide by a host scalar.
 template <class Acc>
 __device__ __forceinline__ Acc div_by_number(Acc a, Acc n) {
   return mul(a, Acc(1) / n);
 }
 
-// a + value * b * c, as aten/src/ATen/native/cuda/DeviceAddCmulCdiv.cuh has it.
+// a + value * b * c, as in aten/src/ATen/native/cuda/DeviceAddCmulCdiv.cuh.
 template <class Acc>
 __device__ __forceinline__ Acc addcmul(Acc a, Acc b, Acc c, Acc value) {
   return value == Acc(1) ? fma(b, c, a) : fma(value, mul(b, c), a);
 }
 
-// a + value * b / c, of which torch makes an fma unless the value is one.
+// a + value * b / c; torch uses an fma unless value is one.
 template <class Acc>
 __device__ __forceinline__ Acc addcdiv(Acc a, Acc b, Acc c, Acc value) {
   return value == Acc(1) ? add(a, div(b, c)) : fma(value, div(b, c), a);
 }
 
-// From the nearer end; nvcc made an fma of each in torch's kernel.
+// Interpolates from the nearer end; both are fmas in torch's kernel.
 template <class Acc>
 __device__ __forceinline__ Acc lerp(Acc start, Acc end, Acc weight) {
   const Acc distance = sub(end, start);
@@ -74,7 +75,7 @@ __device__ __forceinline__ Acc reciprocal(Acc x) {
   return div(Acc(1), x);
 }
 
-// Zero of NaN and of both zeros.
+// Zero for NaN and for both zeros.
 template <class Acc>
 __device__ __forceinline__ Acc sign(Acc x) {
   return Acc((x > Acc(0)) - (x < Acc(0)));
@@ -150,9 +151,9 @@ __device__ __forceinline__ Acc erf(Acc x) {
   return ::erf(x);
 }
 
-// exp(-x) of a sigmoid. Where the kernel's result has 16 bits (kernel_spec.py), it is off by
-// 2^-22 + |x| 2^-24 of it, as Triton's exp is, and has two instructions in place of eight.
-// Subnormal results are zeros.
+// exp(-x) of a sigmoid. If the kernel's result has 16 bits (kernel_spec.py), the relative error is
+// 2^-22 + |x| 2^-24, as of Triton's exp, with two instructions instead of eight; subnormal results
+// are flushed to zero.
 __device__ __forceinline__ float exp_of_minus(float x) {
 #ifdef FX_FUSER_16_BIT_RESULT
   constexpr float kLog2E = 1.4426950408889634f;
@@ -163,9 +164,9 @@ __device__ __forceinline__ float exp_of_minus(float x) {
 }
 
 // 4 / (1 + exp(-x)), the division to one ulp (PTX ISA, rcp.approx): an IEEE division costs ten
-// times as much, and made epilogues with a sigmoid compute-bound. Of a quarter of the denominator,
-// which is exact: .ftz flushes results below 2^-126, and no other than zero is. rcp.approx without
-// .ftz takes six instructions more.
+// times as much, and made epilogues with a sigmoid compute-bound. A quarter of the denominator is
+// exact and keeps every nonzero result above 2^-126, below which .ftz flushes to zero. rcp.approx
+// without .ftz takes six more instructions.
 __device__ __forceinline__ float four_sigmoids(float x) {
   return ptx::reciprocal(fma(exp_of_minus(x), 0.25f, 0.25f));
 }
@@ -174,7 +175,7 @@ __device__ __forceinline__ float four_sigmoids(float x) {
 __device__ __forceinline__ float sigmoid(float x) { return mul(four_sigmoids(x), 0.25f); }
 __device__ __forceinline__ double sigmoid(double x) { return 1.0 / add(1.0, ::exp(-x)); }
 
-// torch's x / (1 + exp(-x)): NaN of -inf, and not rounded where sigmoid(x) is subnormal.
+// torch's x / (1 + exp(-x)): NaN for -inf, and accurate where sigmoid(x) is subnormal.
 __device__ __forceinline__ float silu(float x) { return mul(mul(x, 0.25f), four_sigmoids(x)); }
 __device__ __forceinline__ double silu(double x) { return x / add(1.0, ::exp(-x)); }
 
@@ -184,7 +185,7 @@ __device__ __forceinline__ Acc relu(Acc x) {
   return x <= Acc(0) ? Acc(0) : x;
 }
 
-// As torch's on CUDA: NaN if either is, and -0 is less than +0, which `a < b ? a : b` does not see.
+// As torch's on CUDA: NaN if either is NaN, and -0 is less than +0, which `a < b ? a : b` misses.
 __device__ __forceinline__ float minimum(float a, float b) { return ptx::min_nan(a, b); }
 __device__ __forceinline__ double minimum(double a, double b) {
   return a != a ? a : b != b ? b : ::fmin(a, b);
@@ -240,7 +241,7 @@ __device__ __forceinline__ Acc softplus(Acc x, Acc beta, Acc threshold) {
   return scaled > threshold ? x : div(::log1p(::exp(scaled)), beta);
 }
 
-// 6 times relu6(x + 3) / 6: NaN of NaN, since `maximum` and `minimum` keep it.
+// relu6(x + 3), which is 6 hardsigmoid(x). `maximum` and `minimum` keep NaN.
 template <class Acc>
 __device__ __forceinline__ Acc six_hardsigmoids(Acc x) {
   return clamp(add(x, Acc(3)), Acc(0), Acc(6));
@@ -251,7 +252,7 @@ __device__ __forceinline__ Acc hardsigmoid(Acc x) {
   return mul(six_hardsigmoids(x), Acc(1.0 / 6.0));
 }
 
-// In torch's order: infinite from a sixth of the largest number on, NaN of -inf.
+// In torch's order of operations: infinite above a sixth of the largest number, NaN for -inf.
 template <class Acc>
 __device__ __forceinline__ Acc hardswish(Acc x) {
   return mul(mul(x, six_hardsigmoids(x)), Acc(1.0 / 6.0));
@@ -262,13 +263,13 @@ __device__ __forceinline__ Acc leaky_relu(Acc x, Acc negative_slope) {
   return x > Acc(0) ? x : mul(x, negative_slope);
 }
 
-// With scale and input_scale it is selu and celu too.
+// With scale and input_scale this is also selu and celu.
 template <class Acc>
 __device__ __forceinline__ Acc elu(Acc x, Acc alpha, Acc scale, Acc input_scale) {
   return x > Acc(0) ? mul(x, scale) : mul(::expm1(mul(x, input_scale)), mul(alpha, scale));
 }
 
-// exp may be infinite, of which tanh is one.
+// exp may overflow to infinity; its tanh is then one.
 template <class Acc>
 __device__ __forceinline__ Acc mish(Acc x) {
   return mul(x, ::tanh(::log1p(::exp(x))));
@@ -297,7 +298,7 @@ __device__ __forceinline__ Acc softshrink(Acc x, Acc lambda) {
   return x != x ? x : Acc(0);
 }
 
-// A cast inside an epilogue: the value takes T's precision or range, the type stays Acc.
+// A cast inside an epilogue: rounds the value to T's precision and range; the type stays Acc.
 template <class T, class Acc>
 __device__ __forceinline__ Acc round_to(Acc x) {
   return convert<Acc>(convert<T>(x));

@@ -1,5 +1,5 @@
-// Epilogues for the tests, the benchmarks and `python -m fx_fuser.build --all-archs`. The ones
-// users run are generated from their patterns.
+// Epilogues for the tests, the benchmarks and `python -m fx_fuser.build --all-archs`. Users'
+// epilogues are generated from their models.
 #pragma once
 
 #include "common/epilogue_math.cuh"
@@ -89,7 +89,7 @@ struct NormSilu {
   }
 };
 
-// Functions of epilogue_math.cuh of each kind.
+// One function of each kind from epilogue_math.cuh.
 struct EveryFunction {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[2], const Acc (&scalar)[2]) const {

@@ -1,12 +1,13 @@
-// Count, mean and M2 (the sum of squared deviations from the mean) of a set of values, and how two
-// sets' become those of their union:
+// Count, mean and M2 (the sum of squared deviations from the mean) of a set of values, and their
+// merge for the union of two sets:
 //   T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for
 //   Computing Sample Variances", 1979.
 #pragma once
 
 namespace fx_fuser {
 
-// a / b. In fp32 within two ulp, if |b| < 2^126, and a fifth of a rounded one's instructions.
+// a / b. In fp32: within two ulp if |b| < 2^126, with a fifth of the instructions of an IEEE
+// division.
 __device__ __forceinline__ float ratio(float a, float b) { return __fdividef(a, b); }
 __device__ __forceinline__ double ratio(double a, double b) { return a / b; }
 
@@ -19,7 +20,7 @@ struct Moments {
   __device__ __forceinline__ void merge(const Moments& other) {
     if (other.count == Acc(0)) return;
     const Acc total = count + other.count;
-    // Exactly 1 of an empty set: a constant's mean must stay what it is.
+    // Exactly 1 if this set is empty: the mean of a constant must be exactly that constant.
     const Acc weight = count == Acc(0) ? Acc(1) : ratio(other.count, total);
     const Acc delta = other.mean - mean;
     mean += delta * weight;

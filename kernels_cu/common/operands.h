@@ -1,4 +1,4 @@
-// What an epilogue reads, in the argument blocks of all kernels.
+// Epilogue operands, as the argument blocks of all kernels hold them.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,19 @@ namespace fx_fuser {
 constexpr int kMaxInputs = 16;
 constexpr int kMaxScalars = 8;
 
-// Elements a thread handles at once: what fills 16 bytes of the wider of result and anchor.
+// Elements per thread and vector: 16 bytes of the wider of the result's and the anchor's type.
 constexpr int vector_width(int out_size, int anchor_size) {
   return 16 / (out_size > anchor_size ? out_size : anchor_size);
 }
 
-// Where a tensor lies that an epilogue reads; strides in elements, 0 where it is broadcast.
+// A tensor that an epilogue reads. Strides in elements, 0 where it is broadcast.
 template <int kRank>
 struct Strided {
   const void* data;
   int64_t stride[kRank];
 };
 
-// How an operand meets one vector, that is V consecutive elements of out's memory.
+// How an operand maps to one vector: V consecutive elements of the result's memory.
 enum class Mode : uint8_t {
   kVector,   // V consecutive, aligned elements
   kSplat,    // one element, V times

@@ -1,7 +1,7 @@
-// Vectors of tensor elements that wait in registers as the words they are loaded in.
+// Vectors of tensor elements, held in registers as the 32-bit words they are loaded in.
 //
-// As an array of 16-bit elements, each would have a register of its own where another path loads
-// them one by one, and ptxas would wait for a vector load at once, to take it apart.
+// In an array of 16-bit elements, each element would have its own register if another path loads
+// them one by one, and ptxas would wait for a vector load at once in order to unpack it.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +59,7 @@ struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Packed {
   }
 };
 
-// Rounded, and packed two at once if there are two.
+// Rounds to T, two elements per instruction where possible.
 template <class T, int kWidth>
 __device__ __forceinline__ Packed<T, kWidth> pack(const float (&value)[kWidth]) {
   Packed<T, kWidth> packed;
@@ -75,7 +75,7 @@ __device__ __forceinline__ Packed<T, kWidth> pack(const float (&value)[kWidth]) 
   return packed;
 }
 
-// A tuple of vectors, one an operand.
+// A tuple with one vector per operand.
 template <int kOperand, class Vector>
 struct VectorSlot {
   Vector vector;

@@ -6,7 +6,7 @@
 
 namespace fx_fuser {
 
-// Seven rounds: the fewest of which the paper finds that they pass all of BigCrush. torch has ten.
+// Seven rounds: the fewest that pass all of BigCrush, according to the paper. torch uses ten.
 __device__ __forceinline__ uint4 philox(uint2 key, uint4 counter) {
   constexpr int kRounds = 7;
 #pragma unroll

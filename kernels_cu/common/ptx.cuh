@@ -1,6 +1,6 @@
-// One function an instruction that CUDA C++ has no name for, of every architecture from sm_80 on;
-// what Hopper alone has is in ptx_sm90.cuh. The sections cited are those of the PTX ISA manual.
-// Shared-memory addresses are 32-bit, as the instructions take them.
+// One function per PTX instruction that CUDA C++ does not expose, for sm_80 and later; Hopper's own
+// are in ptx_sm90.cuh. Sections cited are those of the PTX ISA manual. Shared-memory addresses are
+// 32-bit, as the instructions take them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,13 +24,14 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-#else  // asks for a place for the phase
+#else  // this form needs a destination for the phase
   asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(barrier)
                : "memory");
 #endif
 }
 
-// Arrives once all that this thread has copied by copy_async is there; counted by mbarrier_init.
+// Arrives once all of this thread's copy_async have completed. .noinc: the arrival is one of those
+// that mbarrier_init counts.
 __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -40,7 +41,7 @@ __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier) {
 #else
 #define FX_FUSER_TRY_WAIT "mbarrier.test_wait.parity.shared.b64"
 #endif
-// Returns once the phase of this parity is complete.
+// Waits until the phase of this parity is complete.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -54,7 +55,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 #undef FX_FUSER_TRY_WAIT
 
-// Is the phase of this parity complete? If so this is a wait; if not, nothing is waited for.
+// True if the phase of this parity is complete, with the ordering of mbarrier_wait. Does not block.
 __device__ __forceinline__ bool mbarrier_is_complete(uint32_t barrier, uint32_t parity) {
   uint32_t complete;
   asm volatile(
@@ -97,7 +98,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 
-// A barrier of the cluster in two halves, which also orders shared-memory accesses of its blocks.
+// A cluster barrier in two halves. It also orders the shared-memory accesses of the blocks.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -106,7 +107,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores to the same variable of another block of the cluster, which must have started.
+// Stores to the same shared-memory address in block `rank` of the cluster, which must have started.
 __device__ __forceinline__ void store_to_block(uint32_t address, uint32_t rank, float value) {
   asm volatile(
       "{\n"
@@ -129,16 +130,17 @@ __device__ __forceinline__ void store_to_block(uint32_t address, uint32_t /*rank
 
 // ---- dependent launches (9.7.13.13) -------------------------------------------------------------
 
-// Below sm_90 a kernel starts when the one before is complete.
+// Below sm_90 a kernel starts when the previous one is complete.
 
-// The next kernel in the stream, if launched for it, may start once every block has said so.
+// Once every block has called this, the next kernel in the stream may start if it was launched with
+// programmatic stream serialization.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Returns once the kernel before is complete and its writes are visible.
+// Waits until the previous kernel is complete and its writes are visible.
 __device__ __forceinline__ void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -147,28 +149,29 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 
 // ---- registers ----------------------------------------------------------------------------------
 
-// threadIdx.x where it is used: what follows from it is not kept in registers across a loop.
+// threadIdx.x, read again at each use, so that values derived from it are not kept in registers
+// across a loop.
 __device__ __forceinline__ uint32_t thread_index() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
 
-// The value, of which the compiler knows nothing ahead of this.
+// Returns the value, hidden from the optimizer.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// The value of the warp's first lane, which ptxas then knows to be uniform. A descriptor that it
-// takes for per-lane goes to each wgmma through R2UR, which waits for the wgmma before to have read
-// the same uniform registers.
+// The value of the warp's first lane, which ptxas then knows to be uniform. If ptxas believes a
+// descriptor to be per-lane, each wgmma gets it through R2UR, which waits until the previous wgmma
+// has read the same uniform registers.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xFFFFFFFF, value, 0);
 }
 
-// Values are in these registers here: what follows cannot be computed before, nor what precedes be
-// put off.
+// A scheduling barrier for these registers: the compiler computes the values before this point, and
+// moves nothing that depends on them ahead of it.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&value)[kCount]) {
 #pragma unroll
@@ -183,8 +186,8 @@ __device__ __forceinline__ void pin(uint32_t (&value)[kCount]) {
 
 // ---- copies and loads (9.7.9) -------------------------------------------------------------------
 
-// 4 or 8 bytes to shared memory, zeros where `reads` is false; arrived after copy_async_wait()
-// (9.7.9.25.3).
+// Copies 4 or 8 bytes to shared memory, zeros if `reads` is false. Visible after copy_async_wait().
+// (9.7.9.25.3)
 template <class T>
 __device__ __forceinline__ void copy_async(uint32_t to, const T* from, bool reads) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(sizeof(T)),
@@ -192,13 +195,13 @@ __device__ __forceinline__ void copy_async(uint32_t to, const T* from, bool read
                : "memory");
 }
 
-// 16 bytes from memory that is as aligned, past the L1 cache.
+// Copies 16 bytes, 16-byte aligned, bypassing L1.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                : "memory");
 }
 
-// The same where `copies`, by no branch.
+// The same if `copies`; predicated, no branch.
 __device__ __forceinline__ void copy_async_16_if(bool copies, uint32_t to, const void* from) {
   asm volatile(
       "{\n"
@@ -210,37 +213,37 @@ __device__ __forceinline__ void copy_async_16_if(bool copies, uint32_t to, const
       : "memory");
 }
 
-// The same of the first `bytes`, then zeros.
+// The same, but only the first `bytes` are read and the rest are zeros.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(bytes)
                : "memory");
 }
 
-// 16 bytes or as many zeros, past the L1 cache; what lies around them is not brought to the L2.
+// 16 bytes, or as many zeros, bypassing L1 and without the prefetch of the 128-byte line to L2.
 __device__ __forceinline__ void copy_async_only_16(uint32_t to, const void* from, bool reads) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(reads ? 16 : 0)
                : "memory");
 }
 
-// What this thread has copied since the last commit is a group.
+// This thread's copies since the last commit become a group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// For this thread's groups but the last kPending.
+// Waits for all of this thread's groups but the last kPending.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait_for_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// For all of this thread's.
+// Waits for all of this thread's copies.
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Brings the line that has this address to the L2 cache.
+// Brings the line at this address to L2.
 __device__ __forceinline__ void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
@@ -265,7 +268,7 @@ __device__ __forceinline__ float load_shared_word(uint32_t address) {
   return value;
 }
 
-// The same two where `reads`, by no branch; else what was there.
+// The same two if `reads`, else `value` is unchanged; predicated, no branch.
 __device__ __forceinline__ void load_shared_if(bool reads, float4& value, uint32_t address) {
   asm volatile(
       "{\n"
@@ -302,8 +305,9 @@ __device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t val
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements, whose rows of 16 bytes begin where lanes 8i...8i + 7 say
-// for matrix i: of each, a lane gets row lane / 4, columns 2 (lane % 4) and the next. (9.7.14.5.15)
+// Four 8 x 8 matrices of 16-bit elements. Lanes 8i...8i + 7 give the addresses of matrix i's rows
+// of 16 bytes. From each matrix a lane gets row lane / 4, columns 2 (lane % 4) and the next.
+// (9.7.14.5.15)
 __device__ __forceinline__ void load_matrices(uint32_t (&word)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
@@ -311,7 +315,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&word)[4], uint32_t row)
                : "memory");
 }
 
-// The same where all lanes say so, by no branch.
+// The same if `reads`, which must be uniform across the warp; predicated, no branch.
 __device__ __forceinline__ void load_matrices_if(bool reads, uint32_t (&word)[4], uint32_t row) {
   asm volatile(
       "{\n"
@@ -324,7 +328,7 @@ __device__ __forceinline__ void load_matrices_if(bool reads, uint32_t (&word)[4]
       : "memory");
 }
 
-// The same of each matrix transposed: column lane / 4, rows 2 (lane % 4) and the next.
+// The same with each matrix transposed: column lane / 4, rows 2 (lane % 4) and the next.
 __device__ __forceinline__ void load_transposed(uint32_t (&word)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
@@ -334,7 +338,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&word)[4], uint32_t ro
 
 // ---- mma (9.7.14) -------------------------------------------------------------------------------
 
-// d[16 x 8] = a[16 x 16] * b[16 x 8] + c[16 x 8] of one warp, a and b of T: fp16 or bf16. With
+// d[16 x 8] = a[16 x 16] * b[16 x 8] + c[16 x 8] by one warp, T is fp16 or bf16. With
 // g = lane / 4, l = lane % 4
 //   a[2s + r] holds row g + 8r, columns 8s + 2l and 8s + 2l + 1
 //   b[s] holds column g, rows 8s + 2l and 8s + 2l + 1
@@ -363,7 +367,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   mma_m16n8k16<T>(d, a, b0, b1, d);
 }
 
-// d[16 x 8] += a[16 x 8] * b[8 x 8]: the same of s = 0 alone.
+// d[16 x 8] += a[16 x 8] * b[8 x 8]: the same layout with s = 0 only.
 template <class T>
 __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
 #define FX_FUSER_MMA(type)                                       \
@@ -379,7 +383,7 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t
 #undef FX_FUSER_MMA
 }
 
-// The same of TF32: a[2s + r] is row g + 8r, column 4s + l, and b[s] column g, row 4s + l.
+// The same in TF32: a[2s + r] is row g + 8r, column 4s + l, and b[s] is column g, row 4s + l.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -390,14 +394,14 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
 
 // ---- arithmetic (9.7.3, 9.7.9.21) ---------------------------------------------------------------
 
-// The nearest number of TF32, as its bits; ties away from zero.
+// Rounds to the nearest TF32 number, ties away from zero; returns its bits.
 __device__ __forceinline__ uint32_t to_tf32(float value) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
 }
 
-// NaN if either is; -0 is less than +0.
+// NaN if either argument is NaN; -0 is less than +0.
 __device__ __forceinline__ float min_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -410,8 +414,8 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return result;
 }
 
-// Of each of two fp16 the larger, or the smaller, magnitude; NaN is the larger one. `magnitudes`
-// are not negative.
+// For each of two fp16: the larger, or the smaller, of `magnitudes` (not negative) and |halves|.
+// NaN counts as the larger one.
 __device__ __forceinline__ uint32_t larger_halves(uint32_t magnitudes, uint32_t halves) {
   uint32_t result;
   asm("{\n\t.reg .b32 positive;\n\tabs.f16x2 positive, %2;\n\t"
@@ -430,14 +434,14 @@ __device__ __forceinline__ uint32_t smaller_halves(uint32_t magnitudes, uint32_t
   return result;
 }
 
-// 1 / value to one ulp. Subnormal results are zeros, and of subnormal values infinities.
+// 1 / value to one ulp. Subnormal results are flushed to zero; subnormal values give infinity.
 __device__ __forceinline__ float reciprocal(float value) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
 
-// 2^value to 2^-22 of it. Subnormal results are zeros.
+// 2^value with a relative error of 2^-22. Subnormal results are flushed to zero.
 __device__ __forceinline__ float exp2(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));

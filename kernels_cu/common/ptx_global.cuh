@@ -1,12 +1,12 @@
-// Loads and stores of global memory by hand, one function an instruction, for kernels in which the
-// compiler would make worse ones.
+// Global loads and stores in inline assembly, one function per instruction, for kernels where the
+// compiler generates worse code.
 #pragma once
 
 #include <cstdint>
 
 namespace fx_fuser::ptx {
 
-// ---- loads of what no kernel writes meanwhile ---------------------------------------------------
+// ---- read-only loads (.nc) ----------------------------------------------------------------------
 
 __device__ __forceinline__ float load_global(const float* from) {
   float value;
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t load_global(const uint16_t* from) {
   return value;
 }
 
-// A load of one register where `test` sets the predicate, else `zero`; without a branch.
+// A predicated load of one register: the value if `test` sets the predicate, else `zero`.
 #define FX_FUSER_LOAD_WHERE(Value, function, test, zero, type, constraint, ...) \
   __device__ __forceinline__ Value function {                                   \
     Value value;                                                                \
@@ -36,9 +36,9 @@ __device__ __forceinline__ uint32_t load_global(const uint16_t* from) {
     return value;                                                               \
   }
 
-// *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
-// by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
-// for the data of that.
+// *from if place < limit, else 0. Inline assembly keeps one address per channel, whose loads differ
+// by a constant offset. nvcc would compute an address per load, in registers that an earlier load
+// still writes, and ptxas would then wait for that load.
 #define FX_FUSER_LOAD_BELOW(Value, InMemory, zero, type, constraint)                  \
   FX_FUSER_LOAD_WHERE(                                                                \
       Value, load_global_below(const InMemory* from, uint32_t place, uint32_t limit), \
@@ -75,7 +75,7 @@ __device__ __forceinline__ float2 load_global_if(bool is_there, const float2* fr
 
 // ---- stores -------------------------------------------------------------------------------------
 
-// *to = value if `is_wanted`; without a branch.
+// *to = value if `is_wanted`; predicated, no branch.
 __device__ __forceinline__ void store_global_if(bool is_wanted, float* to, float value) {
   asm volatile(
       "{\n"
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_global_if(bool is_wanted, T* to, T value) 
       : "memory");
 }
 
-// By hand: ptxas puts a branch around each of many such stores.
+// From C++, ptxas puts a branch around each of many such stores.
 __device__ __forceinline__ void store_global_if(bool is_wanted, void* to, const uint4& value) {
   asm volatile(
       "{\n"

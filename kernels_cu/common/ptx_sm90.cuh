@@ -1,4 +1,4 @@
-// One function an instruction of sm_90a that CUDA C++ has no name for, beside those of ptx.cuh.
+// One function per PTX instruction of sm_90a that CUDA C++ does not expose, in addition to ptx.cuh.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
-// Arrives at the same barrier of block `rank` of the cluster, this one included. Without .release
-// .cluster, which would be a fence of all memory: what is released was read by wgmma, and is.
+// Arrives at the same barrier in block `rank` of the cluster, which may be this block. Without
+// .release.cluster, which would be a fence of all memory: the stage released here was read by
+// wgmma, and those reads have completed.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -34,7 +35,7 @@ __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, uin
       : "memory");
 }
 
-// What this thread has written to its block's shared memory becomes visible to wgmma and TMA.
+// Makes this thread's writes to its block's shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -59,7 +60,7 @@ constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 // Coordinates are in elements, innermost first. Elements outside the tensor arrive as zeros and
-// count as bytes of the barrier all the same.
+// still count towards the barrier's bytes.
 __device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap& from, uint32_t barrier,
                                             uint64_t policy, int x, int y) {
   asm volatile(
@@ -69,8 +70,8 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap& from, 
       : "memory");
 }
 
-// To the same place in all blocks of the cluster whose bit is set in `blocks`, and counted by the
-// barrier of each.
+// To the same address in each block of the cluster whose bit is set in `blocks`; each block's own
+// barrier counts the bytes.
 __device__ __forceinline__ void tensor_load_multicast(uint32_t to, const TensorMap& from,
                                                       uint32_t barrier, uint16_t blocks,
                                                       uint64_t policy, int x, int y) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t to, const TensorM
       : "memory");
 }
 
-// Of the box what the tensor has; nothing outside it is written. Of this thread's group.
+// Stores the part of the box that lies inside the tensor, as part of this thread's bulk group.
 __device__ __forceinline__ void tensor_store(const TensorMap& to, uint32_t from, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&to),
@@ -122,20 +123,20 @@ __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until of this thread's groups only the last so many have shared memory still to read.
+// Waits until at most the last kPending of this thread's groups still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Brings 16-byte aligned memory, in multiples of 16 bytes, to the L2 cache.
+// Brings memory to L2; address and size are multiples of 16 bytes.
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
 
-// Of each of two numbers of 16 bits the larger one.
+// The larger of each of two unsigned 16-bit numbers.
 __device__ __forceinline__ uint32_t larger_words(uint32_t a, uint32_t b) {
   uint32_t result;
   asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -144,7 +145,7 @@ __device__ __forceinline__ uint32_t larger_words(uint32_t a, uint32_t b) {
 
 // ---- wgmma (9.7.15) -----------------------------------------------------------------------------
 
-// Ahead of the first wgmma, and wherever its registers were touched since the last.
+// Needed ahead of the first wgmma, and whenever its registers were accessed since the last one.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

@@ -1,8 +1,8 @@
-// fp32 as two fp16: v * scale = hi + lo, with scale a power of two that brings the largest value of
-// the group sharing it to [2^14, 2^15). What is lost is at most 2^-22 of v, or 2^-39 of the
+// fp32 as two fp16: v * scale = hi + lo. `scale` is a power of two that brings the largest value of
+// the group that shares it to [2^14, 2^15). The error is at most 2^-22 of v, or 2^-39 of the
 // largest.
 //
-// Values of 16 bits have no lo: what fp16 does not hold of one is less than 2^-39 of the largest.
+// 16-bit values have no lo: the part that fp16 cannot hold is less than 2^-39 of the largest.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -15,15 +15,15 @@ namespace fx_fuser {
 template <class X>
 constexpr bool kHasLo = std::is_same_v<X, float>;
 
-// Factors for a group whose largest magnitude is given. Below 2^(-112 - head_room) the exponent
-// stays where both factors are normal numbers; the split of such values is exact. An infinity asks
-// for 2^-114, which leaves all finite values finite.
+// Factors for a group, from its largest magnitude. Below 2^(-112 - head_room) the exponent is
+// clamped so that both factors stay normal numbers; the split of such values is exact. An infinity
+// gives scale 2^-114, which keeps all finite values finite.
 struct Scale {
   float scale;
   float unscale;  // 1 / scale
 
-  // With head-room the largest comes to [2^(14 - head_room), 2^(15 - head_room)): others may be
-  // nearly 2^(head_room + 1) times larger, and up to 2^(head_room - 39) of the largest is lost.
+  // With head-room `largest` maps to [2^(14 - head_room), 2^(15 - head_room)): other values may be
+  // nearly 2^(head_room + 1) times larger, and the error is up to 2^(head_room - 39) of `largest`.
   static __device__ __forceinline__ Scale of(float largest, int head_room = 0) {
     constexpr uint32_t kExponent = 0x7F800000;
     // Biased exponents add up to 127 + 127; scale * 2^(exponent - 127) is 2^(14 - head_room).
@@ -36,12 +36,12 @@ struct Scale {
     return __uint_as_float((254u << 23) - __float_as_uint(scale));
   }
 
-  // Of a row whose scale this undoes: a power of two that has the same scale as its largest.
+  // From a row's unscale factor: a power of two that has the same scale as the row's largest value.
   static __device__ __forceinline__ float largest_of(float unscale) { return unscale * 0x1p14f; }
 };
 
-// sum times two factors that undo scales, the smaller first: it leaves float's range only where the
-// result does.
+// sum * unscale * other, the smaller factor first: the intermediate leaves float's range only if
+// the result does.
 __device__ __forceinline__ float undo_both(float sum, float unscale, float other) {
   return sum * fminf(unscale, other) * fmaxf(unscale, other);
 }
@@ -56,7 +56,7 @@ struct SplitPair {
 };
 
 // The lo of an infinity or a NaN is a NaN. That needs no guard: the product is then not finite and
-// is repaired, as it must be anyway, since hi * inf + lo * inf is a NaN for most finite hi + lo.
+// is repaired. It needs the repair anyway: hi * inf + lo * inf is a NaN for most finite hi + lo.
 __device__ __forceinline__ SplitPair split(float a, float b) {
   const __half2 hi = __floats2half2_rn(a, b);
   const float2 rounded = __half22float2(hi);

@@ -1,6 +1,6 @@
-// What the driver's cuTensorMapEncodeTiled fills and TMA reads: the CUtensorMap of
-// cuda.h, which neither the kernels nor the shim include. Aligned as by CUDA 13's; by CUDA 12's it
-// is 64 bytes, which this satisfies.
+// The CUtensorMap of cuda.h, which neither the kernels nor the shim include: the driver's
+// cuTensorMapEncodeTiled fills it and TMA reads it. The alignment is CUDA 13's, 128 bytes, which
+// also satisfies CUDA 12's 64.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,10 @@
-// wgmma, with both operands in shared memory and with the first in registers: one function for
-// every element type and width that the kernels use. (PTX ISA 9.7.15)
+// wgmma with both operands in shared memory, and with the first in registers: one function for
+// each element type and width that the kernels use. (PTX ISA 9.7.15)
 //
-// Of 64 rows warp w of the four holds 16w...16w+15; with g = lane / 4, c = lane % 4 a thread's
-//   a[2s + r] holds row g + 8r, columns 8s + 2c and 8s + 2c + 1      (of 16-bit operands)
-//   d[4i + 2r + t] is row g + 8r, column 8i + 2c + t        (9.7.15.4.1, figures of .m64nNk16)
+// Register layout (9.7.15.4.1, figures of .m64nNk16): warp w of the warpgroup holds rows
+// 16w...16w+15 of the 64. With g = lane / 4, c = lane % 4 a thread's
+//   a[2s + r] holds row g + 8r, columns 8s + 2c and 8s + 2c + 1      (16-bit operands)
+//   d[4i + 2r + t] is row g + 8r, column 8i + 2c + t
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,7 +19,7 @@ namespace fx_fuser::ptx {
 template <class T>
 struct Wgmma;
 
-// Lists of N / 2 registers, as the instruction's text and as operands of asm.
+// Lists of N / 2 registers: the instruction's text, and the operands of asm.
 #define FX_FUSER_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FX_FUSER_TEXT_12 FX_FUSER_TEXT_8 ", %8, %9, %10, %11"
 #define FX_FUSER_TEXT_36 FX_FUSER_TEXT_32 ", %32, %33, %34, %35"
@@ -59,7 +60,7 @@ struct Wgmma;
   FX_FUSER_D_96(i), FX_FUSER_D_8(i + 96), FX_FUSER_D_8(i + 104), FX_FUSER_D_8(i + 112)
 #define FX_FUSER_D_128(i) FX_FUSER_D_64(i), FX_FUSER_D_64(i + 64)
 
-// `a`, `b` and `p` are the numbers of the operands after the registers; 16-bit types also have
+// `a`, `b` and `p` are the asm operand numbers that follow the registers. 16-bit types also have
 // immediates that say whether the operands are transposed.
 #define FX_FUSER_WGMMA(n, registers, a, b, p, k, type, transposed)                        \
   static __device__ __forceinline__ void run(float (&d)[registers], uint64_t a_tile,      \
@@ -88,8 +89,8 @@ FX_FUSER_WGMMA_OF(__nv_bfloat16, 16, "bf16", ", 0, 0")
 FX_FUSER_WGMMA_OF(__half, 16, "f16", ", 0, 0")
 FX_FUSER_WGMMA_OF(float, 8, "tf32", "")
 
-// The same of 16-bit T, where rows of a, or b's, may be adjacent and not k: then the descriptor is
-// a transposed_descriptor.
+// The same for 16-bit T with either operand optionally MN-major (kTransposed...): its rows, not
+// its k, are then adjacent, and its descriptor is a transposed_descriptor.
 template <class T, bool kTransposedA, bool kTransposedB>
 struct WgmmaOfMajors;
 
@@ -121,9 +122,9 @@ struct WgmmaOfMajors;
 FX_FUSER_WGMMA_OF_MAJORS_OF(__nv_bfloat16, "bf16")
 FX_FUSER_WGMMA_OF_MAJORS_OF(__half, "f16")
 
-// d[64 x N] = a[64 x 16] * b[16 x N] + (accumulate ? d : 0), of 16-bit T, a in registers. `run`: b
-// as above. `run_transposed`: rows of b, not columns, are contiguous; its descriptor has the
-// distance of 8 columns as stride and of 8 rows as leading offset.
+// d[64 x N] = a[64 x 16] * b[16 x N] + (accumulate ? d : 0) for 16-bit T, with a in registers.
+// `run`: b is K-major, as above. `run_transposed`: rows of b, not columns, are contiguous; its
+// descriptor has the distance of 8 columns as stride and of 8 rows as leading offset.
 template <class T>
 struct WgmmaOfRegisters;
 

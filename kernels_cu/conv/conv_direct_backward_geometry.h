@@ -1,4 +1,4 @@
-// How the host cuts a convolution's backward into units.
+// How the host divides a convolution's backward into units and pieces.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ inline int conv_input_bytes(const ConvDirectArgs& args) {
          kConvRingBytes;
 }
 
-// As conv_geometry, for the sums and the weight's gradient and, if `with_input`, the input's.
+// Like conv_geometry, for the sums and the weight's gradient and, if `with_input`, the input's.
 inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& shape, int x_bytes,
                                                               bool with_input,
                                                               int64_t multiprocessors) {
@@ -31,7 +31,7 @@ inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& s
   args.conv.slot_bytes += kConvSlotPadBytes;
   args.conv.tail_bytes = kConvBackwardTailBytes;
   while (conv_accumulate_bytes(args.conv) > kConvMaxShared) --args.conv.slots;
-  // A product warpgroup has one slot and waits for its next.
+  // Each product warpgroup holds one slot while it waits for its next.
   if (args.conv.slots <= kConvSumWorkers) return std::nullopt;
   args.count = static_cast<float>(static_cast<double>(shape.samples) *
                                   static_cast<double>(shape.out_h() * shape.out_w()));

@@ -1,21 +1,24 @@
-// The backward of conv_direct_sm90.cuh, where the epilogue is linear in the BatchNorm of the
-// convolution (or in the convolution itself): the sums that are dbeta and dgamma, the weight's
-// gradient and the input's, from x and dy. Neither the convolution nor its gradient is in memory:
-// each kernel makes the convolution again, and from it and dy the gradient dc:
+// Backward of conv_direct_sm90.cuh if the epilogue is linear in the convolution's BatchNorm (or in
+// the convolution itself): computes the sums dbeta and dgamma, the weight's gradient and the
+// input's from x and dy. Neither the convolution nor its gradient is stored: each kernel recomputes
+// the convolution, and from it and dy the gradient dc:
 //
-//   dz = of_dy dy          of_dy: of the epilogue, one number a channel
+//   dz = of_dy dy          of_dy: the epilogue's derivative, one number per channel
 //   dc = gamma rstd (dz - mean(dz) - x̂ mean(dz x̂))        in training, else gamma rstd dz
-//   dweight[o, k] = Σ dc[o, p] X[p, k]         X: for each position p its taps' pixels
+//   dweight[o, k] = Σ dc[o, p] X[p, k]         X: the pixels of position p's taps
 //   dx[p + tap] += Σ dc[o, p] weight[o, tap]
 //
-// dc is a product's sums in registers, which have the layout that another product's first operand
-// has: channels by positions for the weight's gradient, positions by channels for the input's.
-// There it is split in halves, with a scale a row, as x and the weight are. In 16 bits it is
-// rounded to x's type, once: in bf16 as it is, in fp16, whose range is narrow, with a scale a row,
-// too. So a gradient too small or too large for fp16 costs nothing before it is stored.
+// dc is in the registers of a product's sums, in the layout of another product's first operand:
+// channels by positions for the weight's gradient, positions by channels for the input's. In fp32
+// it is split into halves, with one scale per row, as x and the weight are. In 16 bits it is
+// rounded once to x's type: in bf16 unscaled, in fp16, whose range is narrow, with one scale per
+// row. So a gradient beyond fp16's range loses nothing until it is stored.
 //
-// Sums over positions are in fixed order: of 64 in a product's sums, of a warpgroup's units in fp32
-// (those of dbeta and dgamma in double), of all in double.
+// The order of sums over positions is fixed: 64 in a product's sums, a warpgroup's units in fp32
+// (in double for dbeta and dgamma), the splits in double.
+//
+// Each kernel has one loading warpgroup (load_units) and two or three product warpgroups; that of
+// the input's gradient also has a gathering warpgroup, which adds up contributions and stores dx.
 #pragma once
 
 #include "conv/conv_direct_input_sm90.cuh"

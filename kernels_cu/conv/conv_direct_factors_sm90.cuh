@@ -1,5 +1,5 @@
-// Of the direct convolution's backward: gradients as a thread reads them, and as factors of the
-// weight gradient's products, scaled to 16 bits.
+// The direct convolution's backward: loads of dy, and dc as an operand of the weight gradient's
+// products, scaled and rounded to 16 bits.
 #pragma once
 
 #include "conv/conv_direct_gradients_sm90.cuh"
@@ -8,26 +8,26 @@ namespace fx_fuser::conv_direct {
 
 // How a thread's pairs of positions are read.
 enum class Rows {
-  kPairs,   // whole pairs are elements that are neighbours and aligned
-  kStrip,   // elements of one strip, so that all are neighbours
-  kStrips,  // elements of a strip among others
+  kPairs,   // both elements at once: pairs are neighbours and aligned
+  kStrip,   // one strip, so that all elements are neighbours
+  kStrips,  // several strips
 };
 
-// Where a thread's first channel has a unit's gradients.
+// A unit's gradients of a thread's first channel.
 template <class X>
 struct Gradients {
-  const Stored<X>* row;  // the unit's first element or, in strips, the strip's first
-  uint32_t limit;        // of its elements in a table of places
+  const Stored<X>* row;  // the unit's first element or, with several strips, the strip's first
+  uint32_t limit;        // end of its elements in a table of places
 };
 
-// A thread's gradients of a tile, laid out as its sums, for `values_of`; zeros where there is no
-// element. Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
+// Loads a thread's gradients of a tile in the layout of its sums, for `values_of`; zeros where
+// there is no element. Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
 template <class X, Rows kRows>
 __device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
                                                    const Gradients<X>& gradients, int index,
                                                    const bool (&is_output)[2], const uint4* place,
                                                    Loaded<X> (&dy)[32]) {
-  Unit unit;  // of index `index`; to keep it would take registers
+  Unit unit;  // recomputed: keeping it would cost registers
   if constexpr (kRows == Rows::kStrips) unit = Unit::at(args, index);
   const auto eight_planes =
       8 * static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
@@ -82,13 +82,13 @@ __device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
   return valid;
 }
 
-// The larger of the lanes with the same channels or positions, that is of each four.
+// The largest over the quad of lanes, which have the same channels or positions.
 __device__ __forceinline__ float largest_of_quad(float mine) {
   mine = fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 1));
   return fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 2));
 }
 
-// Powers of two for a tile of dc as factors: of the thread's two channels.
+// The scales of a tile of dc, for the thread's two channels.
 template <class X>
 __device__ __forceinline__ void find_scales(const float (&dc)[32], Scale (&scale)[2]) {
   scale[0] = scale[1] = Scale{1.0f, 1.0f};
@@ -101,7 +101,7 @@ __device__ __forceinline__ void find_scales(const float (&dc)[32], Scale (&scale
   }
 }
 
-// 16 positions of a tile of dc as factors, an operand's words.
+// 16 positions of a tile of dc, scaled and rounded, as wgmma's first operand.
 template <class X>
 __device__ __forceinline__ void make_factors(const float (&dc)[32], int step,
                                              const Scale (&scale)[2], uint32_t (&hi)[4],
@@ -116,8 +116,8 @@ __device__ __forceinline__ void make_factors(const float (&dc)[32], int step,
   }
 }
 
-// total += sum without its scales; sums of a tap: [2r + t], channel lane / 4 + 8r of the warp's,
-// input 2 (lane % 4) + t.
+// total += sum with its scales undone. A tap's sums: [2r + t] is channel lane / 4 + 8r of the
+// warp's, input channel 2 (lane % 4) + t.
 template <class X>
 __device__ __forceinline__ void add_unscaled(const float (&sum)[4], const Scale (&scale)[2],
                                              float pixel_unscale, float (&total)[4]) {

@@ -1,4 +1,4 @@
-// How the host cuts a convolution into units: conv_direct_args.h says what they are.
+// How the host divides a convolution into units, which conv_direct_args.h defines.
 #pragma once
 
 #include <algorithm>
@@ -19,9 +19,10 @@ struct ConvShape {
   int64_t out_w() const { return w + left + right - kernel_w + 1; }
 };
 
-// The products' halves. In fp32, hi and lo of the weights are tiles of 1 KB after one of zeros, lo
-// first; hi and lo of the pixels are planes, hi first. Small products before large ones, as fp32
-// sums want it. In 16 bits there is one product: one tile a tap, and one plane.
+// The steps: each multiplies two k-halves. In fp32 the weights' lo, then hi, are tiles of 1 KB that
+// follow a tile of zeros; the pixels' hi, then lo, are planes. Small products come before large
+// ones, for the accuracy of fp32 sums. In 16 bits there is one product: one tile per tap, one
+// plane.
 inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, int plane,
                                         bool split) {
   struct Half {
@@ -37,15 +38,16 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
   std::vector<Half> halves;
   if (split) {
     for (int tap = 0; tap < taps; ++tap) halves.push_back(half(true, false, tap));
-    // An odd tap out goes first, so that hi weights are paired alike here and below.
+    // An odd tap goes first, so that hi weights have the same pairs here and below.
     if (taps % 2 == 1) halves.push_back(half(false, true, taps - 1));
     for (int tap = 0; tap < taps / 2 * 2; ++tap) halves.push_back(half(false, true, tap));
   }
   for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, false, tap));
   if (halves.size() % 2 == 1) {
-    // In fp32, zeros times pixels that the outputs depend on anyway: what an infinity among them
-    // spoils is done again. In 16 bits nothing is, so the kernel puts zeros for the first half's
-    // pixels where both halves are said to have the same.
+    // An odd half is paired with weights of zero. In fp32 these multiply pixels that the outputs
+    // depend on anyway: if an infinity among them makes a NaN, the sum is recomputed. In 16 bits
+    // nothing is recomputed, so if both halves name the same pixels, the kernel reads zeros for the
+    // first half's (descriptor_of_pixels).
     const auto neighbour = halves.end() - (split && taps > 1 ? 2 : 1);
     halves.insert(halves.end() - 1, Half{0, neighbour->pixels});
   }
@@ -65,17 +67,17 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
 
 // ---- units and slots ----------------------------------------------------------------------------
 
-// Positions from an element of a strip to the last of `count`, at most.
+// The most positions that `count` consecutive elements of a strip span.
 inline int64_t conv_positions_of(int64_t count, int64_t strip, int64_t gap) {
   return count + gap * ceil_div(count - 1, strip);
 }
 
-// Positions from a tap of an output to its last one.
+// Positions from an output's first tap to its last one.
 inline int conv_halo(const ConvDirectArgs& args) {
   return (args.kernel_h - 1) * static_cast<int>(args.pitch.size) + args.kernel_w - 1;
 }
 
-// Of shared memory, without what each slot takes.
+// Shared memory that does not depend on the number of slots.
 inline int conv_fixed_bytes(const ConvDirectArgs& args, bool stages) {
   return args.weight_bytes + (stages ? kConvStageBytes : 0) + args.zero_bytes;
 }
@@ -90,7 +92,7 @@ inline void set_slots(ConvDirectArgs& args, int64_t slots) {
   args.tail_bytes = kConvTailBytes + args.slots * args.paired * kConvPlaceBytes;
 }
 
-// Whether the kernels take it at all.
+// Whether the kernels support the shape at all.
 inline bool conv_takes(const ConvShape& shape, bool split) {
   const int64_t taps = shape.kernel_h * shape.kernel_w;
   const bool padded_both_ways = std::min({shape.left, shape.right, shape.top, shape.bottom}) >= 0;
@@ -99,7 +101,7 @@ inline bool conv_takes(const ConvShape& shape, bool split) {
       !padded_both_ways || shape.out_h() < 1 || shape.out_w() < 1) {
     return false;
   }
-  // What is within an image has 32-bit indices.
+  // Indices within an image have 32 bits.
   const int64_t padded =
       (shape.h + shape.top + shape.bottom) * (shape.w + shape.left + shape.right);
   return padded <= kConvHighest / kConvChannels && shape.outputs <= kConvHighest / kConvGroup;
@@ -120,9 +122,9 @@ inline void set_shape(ConvDirectArgs& args, const ConvShape& shape) {
   args.left = narrow(shape.left);
 }
 
-// Cuts a convolution into units. Nothing where the kernels do not take it. `x_bytes`: of an element
-// of x and weight, 4 or 2. `out_bytes`: of one of the result, 0 where only sums are made.
-// `positions`: of a unit; see conv_statistics_geometry.
+// Divides a convolution into units; std::nullopt if the kernels do not support it. `x_bytes`: size
+// of an element of x and weight, 4 or 2. `out_bytes`: of the result, 0 if only sums are computed.
+// `positions`: per unit; see conv_statistics_geometry.
 inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x_bytes,
                                                    int out_bytes,
                                                    int64_t positions = kConvPositions) {
@@ -140,13 +142,13 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   int64_t chunks = kConvMaxChunks;
   const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
   const auto slots_of = [&] { return conv_slots_beside(fixed, slot_bytes(), 1); };
-  // One is loaded while another is multiplied; of the statistics' two product warpgroups each has
-  // one while it waits for its next.
+  // One is loaded while another is multiplied. For statistics each of the two product warpgroups
+  // holds one while it waits for its next.
   const int64_t least_slots = out_bytes > 0 ? 2 : 3;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
   if (chunks == 0) return std::nullopt;
 
-  // The widest strips whose units' pixels fit, all as wide as each other.
+  // The widest strips whose units' pixels fit, all of the same width.
   const int64_t spared = positions / kConvSparedPart;
   const int64_t room = chunks * kConvChunk - positions + (positions > kConvPositions ? spared : 0);
   int64_t widest = shape.out_w();
@@ -159,7 +161,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   const int64_t halo = (shape.kernel_h - 1) * pitch + gap;
   const int64_t elements = shape.out_h() * strip;
 
-  // A few positions less, where that saves loads with few threads.
+  // A few positions less if that saves a chunk that few threads would load.
   int64_t used = positions;
   chunks = ceil_div(used + halo, kConvChunk);
   const int64_t excess = used + halo - (chunks - 1) * kConvChunk;
@@ -167,11 +169,11 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
     used -= excess;
     --chunks;
   }
-  // Channels' planes begin anywhere in a sector. So that only whole sectors are written, a unit
-  // makes what may belong to the first of its own, too.
+  // Channels' planes may begin anywhere in a sector. So that only whole sectors are written, a unit
+  // also computes the elements ahead of its own that may share its first sector.
   const int64_t overlap = out_bytes > 0 && strips == 1 ? kConvSector / out_bytes - 1 : 0;
   const int64_t lead = overlap > 0 ? overlap + 1 : 0;
-  // A stage has room for a channel's elements wherever in a vector the first of them is.
+  // A stage has room for a channel's elements at any offset of the first one within a vector.
   int64_t advance = positions - kConvStoreWidth - lead;
   while (advance > 0 && conv_positions_of(advance + lead, strip, gap) > used) advance -= 2;
   // Units of whole rows have fewer gaps.
@@ -211,7 +213,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   return args;
 }
 
-// As many blocks as keep all multiprocessors busy, and of each group of channels the same.
+// As many blocks as keep all multiprocessors busy, and the same number for each group of channels.
 inline int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
   const int64_t of_group = std::max<int64_t>(multiprocessors / args.groups, 1);
   return std::min<int64_t>(of_group, args.units / args.paired) * args.groups;
@@ -223,8 +225,8 @@ inline int64_t conv_units_of_block(const ConvDirectArgs& args, int64_t multiproc
   return ceil_div(args.units / args.paired, blocks) * args.paired;
 }
 
-// Lets two units after each other share a slot, where a block then loads fewer pixels and has
-// hardly more units: of 16 bits, for the kernel that applies the epilogue ahead of the stages.
+// Lets two consecutive units share a slot if a block then loads fewer pixels and has hardly more
+// units. For 16 bits, and the kernel that applies the epilogue ahead of the stages.
 inline void pair_units(ConvDirectArgs& args, int64_t multiprocessors) {
   const int64_t strip = args.strip.size;
   const int64_t gap = args.kernel_w - 1;
@@ -236,7 +238,7 @@ inline void pair_units(ConvDirectArgs& args, int64_t multiprocessors) {
     return;
   }
   const int64_t further = conv_positions_of(advance + 1, strip, gap) - 1;  // the second's first
-  // What products read beyond the pixels must be behind the slots at most.
+  // Products may read beyond the pixels, but not beyond the shared memory behind the slots.
   const int64_t positions = std::max(conv_positions_of(advance + args.lead, strip, gap),
                                      int64_t{kConvPositions - kConvPositions / kConvSparedPart});
   const int64_t chunks = ceil_div(further + positions + conv_halo(args), int64_t{kConvChunk});
@@ -258,8 +260,8 @@ inline void pair_units(ConvDirectArgs& args, int64_t multiprocessors) {
   if (after / 2 * chunks < before * args.chunks && after - before <= before / 16) args = paired;
 }
 
-// For statistics: wide units where the loading warpgroup with most of them, one of a block's two,
-// then loads fewer pixels.
+// For statistics: wide units if the busiest loading warpgroup (a block has two) then loads fewer
+// pixels.
 inline std::optional<ConvDirectArgs> conv_statistics_geometry(const ConvShape& shape, int x_bytes,
                                                               int64_t multiprocessors) {
   const auto usual = conv_geometry(shape, x_bytes, 0);

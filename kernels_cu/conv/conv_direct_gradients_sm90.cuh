@@ -1,4 +1,5 @@
-// Of the direct convolution's backward: what all of its kernels begin with, and how they read dy.
+// The direct convolution's backward: the set-up that all of its kernels share, and helpers to read
+// dy.
 #pragma once
 
 #include <utility>
@@ -9,17 +10,20 @@
 
 namespace fx_fuser::conv_direct {
 
-constexpr int kTile = 64;  // positions of a product whose rows they are
+constexpr int kTile = 64;  // positions per product whose rows they are
 
-// Of a channel, with d = c - mean:  dz = rest of_dy dy,  dc = scale (of_dy dy + slope d + offset).
-// dy is multiplied first of all, as by autograd: sums of a large dy or a product of both factors
-// can overflow where dz does not, and a zero as the other factor then makes NaN. For the same
-// reason `scale` comes last (`slope` alone is 1 / √variance times a gradient; with `scale` it would
-// be 1 / variance times it), and the epilogue's derivative is two numbers (`Derivative`), of which
-// sums get `rest` at the end and dc in `scale`. Of an input channel a value amid its pixels, which
-// in fp32 is taken from all of them, those of the padding included: the convolution of what remains
-// differs by a number, that `mean` lacks then, and dweight by pivot Σ dc. The sums that the tensor
-// core truncates are then of either sign.
+// Per output channel, with d = c - mean:
+//   dz = rest of_dy dy,  dc = scale (of_dy dy + slope d + offset).
+// dy is multiplied first, as in autograd: a sum of large dy, or the product of both factors, can
+// overflow when dz does not, and a zero as the other factor then makes NaN. For the same reason
+// `scale` comes last (`slope` alone is 1 / √variance times a gradient; with `scale` it would be
+// 1 / variance times it), and the epilogue's derivative is two numbers (`Derivative`): sums are
+// multiplied by `rest` at the end, dc through `scale`.
+//
+// Per input channel: `pivot`, a value near the mean of its pixels. In fp32 it is subtracted from
+// all pixels, the padding included, so that the sums which the tensor core truncates have either
+// sign. That shifts the convolution by a constant, which is subtracted from `mean` too, and dweight
+// by pivot Σ dc, which is added at the end.
 struct Coefficients {
   float mean[kConvGroup];
   float of_dy[kConvGroup];
@@ -29,7 +33,7 @@ struct Coefficients {
   float offset[kConvGroup];
   float rstd[kConvGroup];
   float pivot[kConvChannels];
-  float weight_unscale;  // the largest of the group
+  float weight_unscale;  // the group's largest
   uint64_t given_full;
   uint64_t given_empty;
 };
@@ -37,9 +41,9 @@ static_assert(sizeof(Coefficients) <= kConvCoefficientBytes);
 
 struct BackwardShared : Shared {
   Coefficients* coefficients;
-  float* given;  // [position][tap of nine][input channel]: what the outputs there give to the input
-  double* sums;  // of the kernel that has no `given`, see ThreadSums
-  float* ring;   // [position % kConvRing][input channel]: the input's gradient, not complete yet
+  float* given;  // [position][tap of nine][input channel]: contributions to the input's gradient
+  double* sums;  // of the kernels without `given`: see ThreadSums
+  float* ring;   // [position % kConvRing][input channel]: incomplete sums of the input's gradient
 
   static __device__ __forceinline__ BackwardShared of(const ConvDirectArgs& args) {
     BackwardShared shared;
@@ -56,19 +60,20 @@ struct BackwardShared : Shared {
 
 // ---- 16 bits ------------------------------------------------------------------------------------
 
-// Of dy in memory, and in registers as it was loaded: of 16 bits the bits, of one or of two.
+// The type of dy in memory, and in registers as loaded: 16-bit values are raw bits, one or two per
+// register.
 template <class X>
 using Stored = std::conditional_t<kSplits<X>, float, uint16_t>;
 template <class X>
 using Loaded = std::conditional_t<kSplits<X>, float, uint32_t>;
 template <class X>
 constexpr bool kScales = !std::is_same_v<X, __nv_bfloat16>;
-// Tables of places count 4 bytes an element.
+// Tables of places count 4 bytes per element.
 template <class X>
 constexpr int kPlaceShift = kSplits<X> ? 0 : 1;
 
-// Two elements that were loaded by themselves or, in 16 bits, both as the first. Taken apart where
-// they are used: loads that are followed by that do not overlap.
+// Two elements that were loaded separately or, in 16 bits, `together` in the first. Unpacked where
+// they are used: unpacking right after the loads would keep these from overlapping.
 template <class X>
 __device__ __forceinline__ float2 values_of(Loaded<X> first, Loaded<X> second, bool together) {
   if constexpr (kSplits<X>) {
@@ -83,7 +88,7 @@ __device__ __forceinline__ float2 values_of(Loaded<X> first, Loaded<X> second, b
   }
 }
 
-// Two values as factors of products: halves or, in 16 bits, hi alone.
+// Two values as elements of an operand: hi and lo, or in 16 bits only hi.
 template <class X>
 __device__ __forceinline__ SplitPair factors_of(float a, float b) {
   if constexpr (kSplits<X>) {
@@ -97,7 +102,7 @@ __device__ __forceinline__ SplitPair factors_of(float a, float b) {
   }
 }
 
-// The convolution of pixels and weights, without their scales, less `mean`.
+// The convolution with its scales undone, minus `mean`.
 template <class X>
 __device__ __forceinline__ float deviation_of(float sum, float weight_unscale, float pixel_unscale,
                                               float mean) {
@@ -107,15 +112,16 @@ __device__ __forceinline__ float deviation_of(float sum, float weight_unscale, f
 // ---- coefficients -------------------------------------------------------------------------------
 
 // The derivative of the epilogue, which is linear: of_dy · rest. Autograd multiplies dy by one
-// factor after the other; their product may be out of float's range where dz is not. `rest` is a
-// power of two, as near to 1 as can be: then of_dy dy overflows or underflows only where dz does.
+// factor after the other; the factors' product may be out of float's range when dz is not. `rest`
+// is a power of two, as near to 1 as possible, so that of_dy dy overflows or underflows only if dz
+// does.
 struct Derivative {
   float of_dy;
   float rest;
 };
 
-// What the epilogue makes of one, in double: its range holds the product of eight floats. Called,
-// not inlined: seven operands in double beside the tables' registers were spilled (fp32).
+// The epilogue's value at z = 1, which is its slope, in double: its range holds the product of
+// eight floats. Not inlined: with seven operands in double, the tables' registers spilled (fp32).
 template <class Epilogue, int kScalars, class... In, size_t... kOperand>
 __device__ __noinline__ double slope_of_epilogue(const ConvDirectArgs& args, int output,
                                                  std::index_sequence<kOperand...>) {
@@ -142,9 +148,10 @@ __device__ __forceinline__ Derivative derivative_of(const ConvDirectArgs& args, 
   return {ldexpf(mantissa, held), ldexpf(1, min(exponent - held, 127))};
 }
 
-// The mean of a few pixels of each input channel, the same ones in every block; a warp has one.
+// The mean of a few pixels of each input channel, the same ones in every block. One warp per
+// channel.
 __device__ __forceinline__ void find_pivots(const ConvDirectArgs& args, Coefficients& to) {
-  constexpr int kPixels = 4;  // a lane
+  constexpr int kPixels = 4;  // per lane
   const auto channel = static_cast<int>(threadIdx.x / 32);
   if (channel >= kConvChannels) return;
   float sum = 0;
@@ -213,7 +220,7 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   to.mean[channel] = static_cast<float>(mean);
   to.of_dy[channel] = derivative.of_dy;
   to.rest[channel] = derivative.rest;
-  // No infinity of finite numbers: it would meet a dy of 0.
+  // Clamped if finite factors overflow: an infinity times a dy of 0 would be NaN.
   const float whole = scale * derivative.rest;
   to.scale[channel] = fabsf(whole) == INFINITY && fabsf(scale) < INFINITY
                           ? copysignf(0x1.fffffep+127F, scale)
@@ -223,7 +230,8 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   to.rstd[channel] = rstd;
 }
 
-// Barriers, weights and coefficients, by all kThreads. `users`: warps that release a slot.
+// Initialises barriers, weights and coefficients. Called by all kThreads threads. `users`: warps
+// that release a slot.
 template <class X, int kThreads, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
                                                  const BackwardShared& shared, int group,
@@ -260,8 +268,8 @@ __device__ __forceinline__ const Stored<X>* gradients_of(const ConvBackwardArgs&
          (static_cast<int64_t>(sample) * args.conv.outputs + output) * plane + first;
 }
 
-// Asks the L2 cache for what kPositions of a unit, from `first` on, read of dy; about: positions
-// that are no elements are counted as some. A channel has two threads of a warpgroup.
+// Prefetches to L2 the dy of about kPositions of a unit, from `first` on (positions that are not
+// elements are counted as if they were). Two threads of a warpgroup per channel.
 template <class X, int kPositions>
 __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args, int group,
                                                    int index, int first) {
@@ -280,8 +288,8 @@ __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args,
 
 // ---- reading dy ---------------------------------------------------------------------------------
 
-// What a loading warpgroup wrote of where positions 2 pair and 2 pair + 1 are among the elements,
-// in bytes from the unit's first.
+// The table entry of positions 2 pair and 2 pair + 1, as written by the loading warpgroup: byte
+// offsets of their elements from the unit's first.
 __device__ __forceinline__ uint32_t place_word(const Tail& tail, int slot, uint32_t pair) {
   return tail.place[slot][pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4];
 }

@@ -1,4 +1,4 @@
-// Of the direct convolution's backward: the input's gradient. See conv_direct_backward_sm90.cuh.
+// The direct convolution's backward: the input's gradient. See conv_direct_backward_sm90.cuh.
 #pragma once
 
 #include "conv/conv_direct_factors_sm90.cuh"
@@ -10,7 +10,7 @@ constexpr int kInputProductRegisters = kSplits<X> ? 168 : 176;
 template <class X>
 constexpr int kInputLoadRegisters = kSplits<X> ? 96 : 80;
 constexpr int kGatherRegisters = 80;
-constexpr int kGatherBarrier = 4;  // named
+constexpr int kGatherBarrier = 4;  // a named barrier
 template <class X>
 constexpr int kInputRegisters = kInputLoadRegisters<X> + 2 * kInputProductRegisters<X>;
 static_assert(kInputRegisters<float> + kGatherRegisters <= 512);
@@ -20,7 +20,7 @@ static_assert(kInputRegisters<__half> + kGatherRegisters <= 512);
 struct Pieces {
   const ConvBackwardArgs& args;
   int piece;
-  int index;  // all units: there is no further one
+  int index;  // of the unit; conv.units if there is none left
   int own;    // first unit that is the piece's own
   int end;
 
@@ -47,8 +47,8 @@ struct Pieces {
   }
 };
 
-// The convolution at 64 of a slot's positions: sum[4i + 2r + t] is of position
-// 16 warp + lane / 4 + 8r and channel 8i + 2 (lane % 4) + t.
+// Starts the convolution at 64 of a slot's positions: sum[4i + 2r + t] is position
+// 16 warp + lane / 4 + 8r, channel 8i + 2 (lane % 4) + t.
 template <class X, int kSteps>
 __device__ __forceinline__ void start_tile(const ConvDirectArgs& args, const Shared& shared,
                                            int slot, int tile, float (&sum)[32]) {
@@ -77,16 +77,17 @@ __device__ __forceinline__ void start_tile(const ConvDirectArgs& args, const Sha
   }
 }
 
-// A tile of dc as factors: [16 channels][word] as the first operand of products.
+// A tile of dc as wgmma's first operand: [16 channels][word].
 struct FactorTile {
   uint32_t hi[4][4];
   uint32_t lo[4][4];
   float unscale[2];  // of the thread's two positions
 };
 
-// Both tiles' gradients, as far as ptxas lets them be under way at once. None is left out, which
-// costs instructions: what is no element reads the unit's first and is not used; what is no output
-// reads the last one's, times zero (so an infinity there makes dx NaN, not infinite).
+// Loads a tile's gradients, as many in flight as ptxas allows. Unconditional, since predicates
+// would cost instructions: a position that is not an element loads the unit's first and ignores it;
+// a channel beyond the last output loads the last one's and multiplies it by zero (so an infinity
+// there makes dx NaN, not infinite).
 template <class X>
 __device__ __forceinline__ void load_positions(const Tail& tail, int slot, uint32_t first_position,
                                                const uint8_t* sample, uint32_t limit,
@@ -116,7 +117,7 @@ __device__ __forceinline__ void load_positions(const Tail& tail, int slot, uint3
   }
 }
 
-// A tile of the convolution becomes dc. largest: of each of the thread's positions.
+// Turns a tile of the convolution into dc. largest: per position of the thread.
 template <class X>
 __device__ __forceinline__ void make_gradients(const Tail& tail, const Coefficients& coefficients,
                                                bool is_training, float pixel_unscale,
@@ -149,7 +150,7 @@ __device__ __forceinline__ void make_gradients(const Tail& tail, const Coefficie
         float& value = sum[4 * i + 2 * r + t];
         const float2 pair = values_of<X>(dy[4 * i + 2 * r], dy[4 * i + 2 * r + 1], false);
         const float d = deviation_of<X>(value, unscale[t], pixel_unscale, mean[t]);
-        // But for `rest`; in training less its mean.
+        // dz without the factor `rest`; in training minus its mean.
         const float dz = fmaf(of_dy[t], t == 0 ? pair.x : pair.y, offset[t]);
         const float whole = is_training ? fmaf(slope[t], d, dz) : dz;
         value = is_valid[r] ? scale[t] * whole : 0.0f;
@@ -188,7 +189,7 @@ __device__ __forceinline__ void multiply_by_weights(FactorTile& factors, uint32_
     if constexpr (kSplits<X>) ptx::pin(factors.lo[step]);
   }
   ptx::wgmma_fence();
-  // Of a tile's 64 rows of a channel, 16 bytes each, the first of a step's 16.
+  // A tile has 64 rows, one per output channel, of 16 bytes each; a step uses 16 of them.
   const auto weights = [&](bool lo, int step) {
     constexpr uint64_t kStrideOffset = kConvTileUnits;
     constexpr uint64_t kLeadingOffset = 8;
@@ -216,7 +217,7 @@ __device__ __forceinline__ void multiply_by_weights(FactorTile& factors, uint32_
   ptx::wgmma_commit();
 }
 
-// What a position gives by each tap, without the scales.
+// Stores a position's contributions through each tap, with the scales undone.
 template <class X>
 __device__ __forceinline__ void store_given(const float (&sum)[kConvColumns / 2], int r,
                                             float unscale, float weight_unscale, float* to) {
@@ -233,7 +234,7 @@ __device__ __forceinline__ void store_given(const float (&sum)[kConvColumns / 2]
   }
 }
 
-// Product warpgroup `worker` of two, with two tiles of each unit.
+// Product warpgroup `worker` of two, with two of each unit's four tiles.
 template <class X, int kSteps>
 __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
                                            const BackwardShared& shared, int worker) {
@@ -315,7 +316,8 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
   }
 }
 
-// Adds up what the positions give and stores what is complete; a thread has half the channels.
+// The gathering warpgroup: adds up the positions' contributions and stores complete sums. A thread
+// has half of the channels.
 template <class X>
 __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
                                              const BackwardShared& shared) {
@@ -379,13 +381,13 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
       for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
         offset[tap] = first_tap + tap < taps ? -args.offset[first_tap + tap] : -kConvRing;
       }
-      ptx::pin(offset);  // in registers of threads: `min` takes no uniform ones
+      ptx::pin(offset);  // in per-thread registers: `min` does not accept uniform ones
       for (int i = thread / 2; i < span; i += kWarpgroup / 2) {
         float4* to = ring_at(unit.position + i);
         float4 sum = *to;
 #pragma unroll
         for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-          // What no position gives is the row of zeros behind them.
+          // Without a contributing position, reads the row of zeros behind them.
           const uint32_t position = min(static_cast<uint32_t>(i) + offset[tap], kNoPosition);
           const float4 from =
               ptx::load_shared(given + 4 * (position * kConvColumns + tap * kConvChannels));
@@ -414,8 +416,8 @@ __device__ __forceinline__ void run_input(const ConvBackwardArgs& args) {
   const BackwardShared shared = BackwardShared::of(args.conv);
   prepare_backward<X, kConvInputThreads, Epilogue, kScalars, In...>(args, shared, args.group,
                                                                     2 * kWarpgroup / 32);
-  // In fp32 the weights that dc meets are scaled, each channel's by another factor: dc makes up for
-  // what they differ by.
+  // In fp32 each channel's weights have their own scale: the differences are folded into dc's
+  // scale, so that one factor undoes them all.
   Coefficients& coefficients = *shared.coefficients;
   if (kSplits<X> && threadIdx.x < kConvGroup) {
     float largest = 0;

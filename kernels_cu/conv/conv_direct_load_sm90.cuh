@@ -1,11 +1,11 @@
-// Of the direct convolution: the warpgroups that load units of pixels into a ring of slots.
+// The direct convolution: the producer warpgroups, which load units of pixels into a ring of slots.
 #pragma once
 
 #include "conv/conv_direct_units_sm90.cuh"
 
 namespace fx_fuser::conv_direct {
 
-// A thread's pixels of a unit, one of each chunk; zeros outside of the image. Of 16 bits as bits.
+// A thread's pixels of a unit, one per chunk; zeros outside the image. 16-bit values as raw bits.
 template <class X, int kChunks>
 struct Pixels {
   using InMemory = std::conditional_t<kSplits<X>, float, uint16_t>;
@@ -19,7 +19,7 @@ struct Pixels {
                              static_cast<int64_t>(unit.sample) * args.channels * plane;
     if (args.linear) {
       const auto after = static_cast<uint32_t>(unit.position + args.chunks * kConvChunk);
-      // As most: fewer instructions then.
+      // The usual case, with fewer instructions.
       if (args.channels == kConvChannels && args.chunks == kChunks && after <= plane) {
 #pragma unroll
         for (int c = 0; c < kConvChannels; ++c) {
@@ -75,7 +75,7 @@ struct Pixels {
     }
   }
 
-  // NaN do not count, infinities only where kInfinities.
+  // Ignores NaN, and infinities unless kInfinities.
   template <bool kInfinities>
   __device__ __forceinline__ float largest() const {
     float found = 0;
@@ -90,7 +90,7 @@ struct Pixels {
   }
 };
 
-// Which positions of the unit are elements of its own, a bit each; where nothing leads them.
+// A bit per position: whether it is one of the unit's elements. For units without a lead.
 __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
                                            uint32_t (&valid)[kConvWidePositions / 32]) {
   const int in_row = min(static_cast<int>(args.strip.size), args.out_w - unit.column);
@@ -106,7 +106,8 @@ __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Uni
   }
 }
 
-// Where the positions go in a stage's channels: elements next to each other. A thread has a pair.
+// Where each position goes in a stage's channels, so that elements are adjacent. One pair per
+// thread.
 __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
                                                 uint32_t (&place)[kConvPositions / 2]) {
   const int pair = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -117,7 +118,7 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
     const int row = static_cast<int>(divide(position, args.pitch));
     const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
     const int element = row * static_cast<int>(args.strip.size) + column;
-    // What lies behind the unit's end may be of no pixels that are there.
+    // Positions behind the unit's end may have no pixels.
     const bool is_element = column < static_cast<int>(args.strip.size) && element < unit.end;
     at[t] = static_cast<uint32_t>(args.place_bytes *
                                   (is_element ? element - unit.first : kConvStageUnused));
@@ -125,8 +126,8 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
   place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
 }
 
-// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for: a line a
-// thread. Of a wide unit's in fp32 the last line may be missing.
+// Prefetches a unit's rows to L2, one line per thread, so that the loads do not wait for DRAM. The
+// last line of a wide fp32 unit may be missing.
 template <class X>
 __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const Unit& unit,
                                               int positions) {
@@ -137,7 +138,7 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const 
   const int channel = thread / kLines;
   if (channel >= args.channels || args.strips.size != 1) return;
   const int plane = args.h * args.w;
-  // The rows that it has in common with the unit before, that has asked for.
+  // The previous unit has prefetched the rows that both need.
   const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
   const int row = max(last_tap, 0) * args.w;
   const int begin = unit.begin == 0 ? 0 : row;
@@ -151,9 +152,9 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const 
   }
 }
 
-// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` goes through
-// the units of this one, of at most kChunks. kPlaces: with a table of places, else a mask of
-// elements. `pivot`, in fp32: of each input channel, is taken from all of its pixels; or
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` iterates over
+// its units, which have at most kChunks. kPlaces: writes a table of places, else a mask of
+// elements. `pivot`, in fp32: one value per input channel, subtracted from all of its pixels; or
 // null.
 template <class X, int kLoaders, bool kPlaces, int kChunks, int kPaired = 1, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
@@ -179,7 +180,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       };
       if (pivot != nullptr) pixels.subtract(pivot);
       float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
-      // An infinity must not decide the scale of pixels that it does not meet.
+      // An infinity must not set the scale of pixels that share no sum with it.
       if (largest == INFINITY) {
         largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
       }
@@ -240,7 +241,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       prefetch_unit<X>(args, Unit::at(args, after.index), positions);
     };
     unit = Unit::at(args, units.index);
-    // To do that while the loads are under way.
+    // With enough registers, prefetch while the loads are in flight.
     constexpr bool kHasRegisters = kChunks <= 4 && std::is_same_v<Units, Stride>;
     if constexpr (!kHasRegisters) prefetch_next();
     pixels.load(args, unit);
@@ -248,7 +249,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   }
 }
 
-// Most have few chunks: fewer instructions then.
+// Most units have few chunks, which need fewer instructions.
 template <class X, int kLoaders, bool kPlaces, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader, const Units& units,
@@ -261,7 +262,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   }
 }
 
-// The block's units, every kLoaders-th each.
+// The block's units, every kLoaders-th per loading warpgroup.
 template <class X, int kLoaders, bool kPlaces>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {

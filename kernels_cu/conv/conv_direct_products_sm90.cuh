@@ -1,4 +1,4 @@
-// Of the direct convolution: all taps' products of a unit's pixels with the weights.
+// The direct convolution: the products of a unit's pixels with the weights of all taps, by wgmma.
 #pragma once
 
 #include "common/wgmma_sm90.cuh"
@@ -6,19 +6,20 @@
 
 namespace fx_fuser::conv_direct {
 
-constexpr int kPart = 128;  // positions that an instruction multiplies
+constexpr int kPart = 128;  // positions per instruction
 constexpr int kUsualTaps = 9;
 template <class X>
-constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of those
+constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of kUsualTaps
 
-// Of a K-major operand without swizzle: 8 rows of 16 bytes are 128, eight such blocks follow each
-// other, and `begin_and_leading` is one of a ConvStep's.
+// Descriptor of a K-major operand without swizzle: core matrices of 8 rows of 16 bytes follow each
+// other. `begin_and_leading` is from a ConvStep.
 __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and_leading) {
   constexpr uint64_t kStrideOffset = 128 / 16;
   return kStrideOffset << 32 | (base + begin_and_leading);
 }
 
-// The pixels of a step's products, from the slot's `pixels` on; both addresses in 16 bytes.
+// The descriptor of a step's pixels, from the slot's `pixels` on; both addresses in units of 16
+// bytes.
 template <class X>
 __device__ __forceinline__ uint64_t descriptor_of_pixels(const ConvDirectArgs& args, int step,
                                                          int steps, uint32_t pixels,
@@ -30,11 +31,11 @@ __device__ __forceinline__ uint64_t descriptor_of_pixels(const ConvDirectArgs& a
   return descriptor(pixels, of_step);
 }
 
-// Of 3 x 3 taps in fp32, a thread's part of the hi weights that two steps each use, as wgmma's
-// first operand: those steps read a third less of shared memory.
+// For 3 x 3 taps in fp32: a thread's fragments of the hi weights, each used by two steps, kept in
+// registers as wgmma's first operand. Those steps read a third less from shared memory.
 struct KeptWeights {
   static constexpr int kCount = 4;
-  static constexpr int kFirst = 5;  // of the steps, and kCount later again
+  static constexpr int kFirst = 5;  // step that uses them first; again kCount steps later
   uint32_t word[kCount][4];
 
   __device__ __forceinline__ void load(const ConvDirectArgs& args, const Shared& shared) {
@@ -59,9 +60,8 @@ struct KeptWeights {
 };
 struct NoWeights {};
 
-// Starts all taps' products of a part of a slot's positions, twice as many as a thread has sums,
-// of a unit whose pixels begin `further` on;
-// kSteps: how many there are, if known.
+// Starts all taps' products for a part of a slot's positions, twice as many as a thread has sums.
+// further: where the unit's pixels begin in the slot. kSteps: the number of steps, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
 template <class X, int kSteps, int kSums, class Kept = NoWeights>
 __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
@@ -92,7 +92,8 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
     for (int i = 0; i < kSteps; ++i) start(i);
     ptx::wgmma_commit();
   } else {
-    // Fence and commit in each step: around the loop alone, ptxas adds fences or serialises.
+    // Fence and commit in each step: with only one pair around the loop, ptxas adds fences or
+    // serialises.
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
       ptx::wgmma_fence();
@@ -102,9 +103,9 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
   }
 }
 
-// For statistics, whose product warpgroups share the ring by turns: use(slot, part, sum) for each
-// of the `parts` of 128 positions of the units from `first` on, which are every other of the ring;
-// one part's products run while another's sums are used.
+// For statistics, whose two product warpgroups take alternate slots of the ring: calls use(slot,
+// part, sum) for each of the `parts` of 128 positions of the units from `first` on. One part's
+// products run while another's sums are used.
 template <class X, int kSteps, class Use>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
                                                int first, int step, int parts,
@@ -129,7 +130,8 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
     if (is_last) {
       part = 0;
       index += step;
-      // After the last unit once more, for nothing: a condition would serialise the products.
+      // After the last unit, one unused product is started below: a condition would make ptxas
+      // serialise the products.
       if (index < args.units) {
         for (int i = 0; i < 2; ++i) pipeline.advance(args.slots);
         ptx::mbarrier_wait(ptx::shared_address(&tail.full[pipeline.slot]), pipeline.phase);

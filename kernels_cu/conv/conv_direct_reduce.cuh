@@ -1,11 +1,11 @@
-// Of the direct convolution's backward: the sums of its splits, added up in a fixed order.
+// The direct convolution's backward: adds up the partial sums of its splits in a fixed order.
 #pragma once
 
 #include "conv/conv_direct_gradients_sm90.cuh"
 
 namespace fx_fuser::conv_direct {
 
-// to[i] = Σ from[split, i]; a lane has a value, a warp every kWarps-th split.
+// to[i] = Σ from[split, i]. A lane has one value, a warp every kWarps-th split.
 template <class T>
 __device__ __forceinline__ void reduce_splits(const ReduceArgs& args) {
   ptx::launch_dependents();

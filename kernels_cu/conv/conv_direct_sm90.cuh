@@ -1,31 +1,32 @@
-// out = epilogue(conv2d(x, weight), operands, scalars) for an input of few channels, on tensor
-// cores: in fp32, with x and weight as two fp16 halves each, three products; in bf16 and fp16, one.
-// And the mean and variance of that convolution, without writing it.
+// Direct convolution for few input channels (at most 8, stride 1), by wgmma on sm_90a:
+// out = epilogue(conv2d(x, weight), operands, scalars). In fp32, x and weight are split into two
+// fp16 halves each, with three products; in bf16 and fp16 there is one. Also computes the mean and
+// variance of that convolution without writing it.
 //
-// How a convolution becomes matrix products: conv_direct_args.h. What is read is little and what is
-// written is much, so the stores decide the time; all else has to stay out of their way.
+// conv_direct_args.h says how a convolution becomes matrix products. The kernel reads little and
+// writes much, so it is bound by its stores; everything else must stay out of their way.
 //
 //   loading warpgroup    pixels of a unit → registers → one scale → hi and lo, in a ring of slots
 //   product warpgroups   half of a slot's positions each: all taps' products → scales undone → a
 //                        stage: [64 channels, 256 positions]
 //   storing warps        8 channels each: a stage → epilogue → memory
 //
-// In 16 bits, where operands are a channel's, as a BatchNorm's, storing is only copying:
+// In 16 bits with per-channel operands, such as a BatchNorm's, storing is only copying:
 //
 //   loading warpgroup    as above
 //   product warpgroups   as above, but then epilogue → a stage of results
 //   copying warps        16 channels each: a stage → memory
 //
-// And where statistics are made, two product warpgroups with every other unit each keep moments in
-// registers, and nothing is stored.
+// For statistics, two product warpgroups take alternate units and keep moments in registers;
+// nothing is stored.
 //
-// Scales, in fp32, are powers of two, a unit's for its pixels and a channel's for its weights, both
-// found from all the values that they serve. Where a product of the halves is not finite, which an
-// infinity or a NaN makes it, the sum is done again in plain fp32. One plain product is as IEEE has
-// it.
+// Scales, in fp32, are powers of two: one per unit for its pixels and one per channel for its
+// weights, from the largest of all values that they apply to. If a sum of the halves' products is
+// not finite, because of an infinity or a NaN, it is recomputed in plain fp32. The single product
+// in 16 bits has IEEE semantics already.
 //
-// Below this file: conv_direct_store_sm90.cuh, on conv_direct_products_sm90.cuh, on
-// conv_direct_units_sm90.cuh, in the order of the roles.
+// Layers below this file: conv_direct_store_sm90.cuh, conv_direct_stage_sm90.cuh,
+// conv_direct_products_sm90.cuh, conv_direct_load_sm90.cuh, conv_direct_units_sm90.cuh.
 #pragma once
 
 #include "common/moments.cuh"
@@ -33,7 +34,8 @@
 
 namespace fx_fuser::conv_direct {
 
-// What one role gives, another takes: of 128 a thread at first or, where storing warps are, fewer.
+// Registers per thread and role, by setmaxnreg. 512 threads are launched with 128 each, 640 (with
+// storing warps) with 96.
 constexpr int kLoadRegisters = 96;
 constexpr int kStagingRegistersAtFirst = 96;
 constexpr int kStagingLoadRegisters = 80;
@@ -47,7 +49,7 @@ static_assert(kStagingLoadRegisters + 2 * kStagingRegisters + 2 * kStoreRegister
 static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
 
-// ---- the product warpgroups ahead of storing warps ----------------------------------------------
+// ---- product warpgroups that feed the storing warps ---------------------------------------------
 
 template <int kRegisters>
 __device__ __forceinline__ void change_registers() {
@@ -58,7 +60,8 @@ __device__ __forceinline__ void change_registers() {
   }
 }
 
-// Both scales' factors, one after the other where their product is no normal number.
+// Multiplies by both unscale factors: by their product, or one after the other if that is not a
+// normal number.
 __device__ __forceinline__ void undo_scales(float (&sum)[64], const float (&weight_unscale)[2],
                                             float pixel_unscale) {
   float at_once[2];
@@ -77,8 +80,8 @@ __device__ __forceinline__ void undo_scales(float (&sum)[64], const float (&weig
   for (int i = 0; i < 64; ++i) sum[i] *= then[i / 2 % 2];
 }
 
-// Product warpgroup `part` of two, which has this half of each unit's positions: while one fills
-// the stage, the other's products run.
+// Product warpgroup `part` of two, with that half of each unit's positions: while one fills the
+// stage, the other's products run.
 template <class X, int kSteps>
 __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared,
                                             int part) {
@@ -99,7 +102,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
     float sum[64];
     start_products<X, kSteps>(args, shared, slot.slot, part, sum, kept);
-    // The channel eight rows below has the same shift: eight planes are whole vectors.
+    // The channel eight rows further has the same shift: eight planes are whole vectors.
     const int2 unit = tail.unit[slot.slot];
     const uint32_t phase = phase_of(args, unit.x, scheduler.group * kConvGroup + channel);
     float* row =
@@ -130,17 +133,18 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 
 // ---- statistics ---------------------------------------------------------------------------------
 
-// In 16 bits a lone tap's products have 8 factors too many. They take from every sum a pivot of its
-// channel, the mean of the block's first 128 sums, so that no subtraction is left to do: the
-// factors are ones, and the pivot as three numbers of X. Of a block's n values, k outliers among
-// those 128 cost the variance k n / 128² of fp32's precision, for they count there, too.
+// In 16 bits the odd tap's step has 8 unused k. They subtract a pivot from every sum of a channel,
+// the mean of the block's first 128 sums, so that no separate subtraction is needed: the pixels'
+// elements are ones, the weights' are the pivot as three numbers of X. If k of those 128 values are
+// outliers, the variance of a block's n values loses k n / 128² of fp32's precision: the variance
+// contains the outliers, too.
 template <class X, int kSteps>
 __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const Shared& shared,
                                              const TileScheduler& scheduler, int worker,
                                              int channel, float (&pivot)[2]) {
   X* const row = reinterpret_cast<X*>(shared.weight) + channel * kConvChannels;
   const int thread = threadIdx.x % kWarpgroup;
-  // By both warpgroups, each time: racecheck takes a barrier that one has not met for a race.
+  // Both warpgroups meet at every barrier: racecheck reports a race if one of them skips it.
   const auto meet = [] { ptx::barrier_sync<2 * kWarpgroup>(kWeightBarrier); };
   if (worker == 0 && scheduler.first < args.units) {
     constexpr float kLargest = std::is_same_v<X, __half> ? 65504.0f : 3.38953139e38f;
@@ -156,7 +160,7 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
     start_products<X, kSteps>(args, shared, 0, 0, sum);
     ptx::wgmma_wait<0>();
     ptx::pin(sum);
-    meet();  // other warps' products read the factors, too
+    meet();  // the other warps' products read the weights that are written below
     float count = 0;
     float total[2] = {};
 #pragma unroll
@@ -199,8 +203,8 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
   }
 }
 
-// Product warpgroup `worker` of two. About a pivot: batch_stats.cu. It is one of the unit's values
-// or, if kPivots, of all units and taken from the sums already.
+// Product warpgroup `worker` of two: moments about a pivot, as in batch_stats.cu. The pivot is one
+// of the unit's values or, if kPivots, that of place_pivots, which the sums already lack.
 template <class X, int kSteps, bool kPivots>
 __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
                                               int worker) {
@@ -213,7 +217,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
   float pivot[2];
   if constexpr (kPivots) place_pivots<X, kSteps>(args, shared, scheduler, worker, channel, pivot);
   float count;
-  float total[2][2];  // of each channel two, so that no sum waits for the one before
+  float total[2][2];  // two per channel: shorter dependency chains
   float squares[2][2];
   PipelineState pipeline;
   for (int i = 0; i < worker; ++i) pipeline.advance(args.slots);
@@ -251,12 +255,12 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
     const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      // Most lie within a row. In 16 bits ptxas makes slower code of it.
+      // Usually all 32 positions are elements. In 16 bits this branch gives slower code.
       if (kSplits<X> && words[word] == 0xFFFFFFFF) {
         count += 8;
         add(word, 0, std::true_type{});
       } else {
-        // Of 32 positions the lane has bits 8b + t.
+        // The lane's positions are bits 8b + t of the 32.
         const uint32_t of_lane = words[word] >> (lane % 4 * 2) & 0x03030303;
         count += static_cast<float>(__popc(of_lane));
         add(word, of_lane, std::false_type{});
@@ -269,7 +273,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
       const float deviations = total[r][0] + total[r][1];
       const float shift = ratio(deviations, count);
       const float m2 = squares[r][0] + squares[r][1] - deviations * shift;
-      // Scales one after the other: their product can leave fp32's range.
+      // One scale after the other: their product can leave fp32's range.
       const float unscale = kSplits<X> ? tail.weight_unscale[channel + 8 * r] : 1.0f;
       moments[r].merge({count, (pivot[r] + shift) * unscale * pixel_unscale,
                         fmaxf(m2, 0.0f) * unscale * pixel_unscale * unscale * pixel_unscale});
@@ -301,9 +305,9 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-// kLoaders: warpgroups that load, which need not wait for the weights. kReaders: product warps that
-// use a slot. kStagers, kStorers: warps that fill and that empty a quarter of the channels of a
-// stage.
+// Initialises barriers and weights. kLoaders: loading warpgroups, which need not wait for the
+// weights. kReaders: product warps that read a slot. kStagers, kStorers: warps that fill and that
+// empty a quarter of a stage's channels.
 template <class X, int kLoaders, int kReaders, int kStagers = 0, int kStorers = 0,
           int kThreads = kConvThreads>
 __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
@@ -353,12 +357,12 @@ struct Kernels {
       }
     } else {
       change_registers<kStoreRegisters>();
-      ptx::wait_for_prerequisites();  // operands: statistics, in training
+      ptx::wait_for_prerequisites();  // operands: the statistics, in training
       Stores::run(args, shared);
     }
   }
 
-  // 16-bit results, and operands that are the same all over a channel of a sample.
+  // 16-bit results, and operands that are constant over a channel of a sample.
   static __device__ __forceinline__ void run_applied(const ConvDirectArgs& args) {
     if constexpr (!kSplits<X> && sizeof(Out) == 2) {
       const Shared shared = Shared::of<true>(args);
@@ -386,7 +390,7 @@ struct Kernels {
   }
 };
 
-// What batch statistics are made of: they have no epilogue.
+// Batch statistics, which have no epilogue.
 template <class X>
 __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
   ptx::launch_dependents();
@@ -398,7 +402,7 @@ __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
     load_units<X, 2, false>(args, shared, warpgroup);
   } else {
     ptx::take_registers<kStatsProductRegisters>();
-    // Of 16 bits ten taps are as many steps as nine.
+    // Tests the taps, not the steps: in 16 bits ten taps have as many steps as nine.
     if (args.kernel_h * args.kernel_w == kUsualTaps) {
       measure_units<X, kUsualSteps<X>, !kSplits<X>>(args, shared, warpgroup - 2);
     } else {

@@ -1,27 +1,27 @@
-// Of the direct convolution: from sums to a stage, [64 channels, 256 positions], in which a
-// channel's elements are side by side.
+// The direct convolution: from sums to a stage, [64 channels, 256 positions], in which a channel's
+// elements are adjacent.
 #pragma once
 
 #include "conv/conv_direct_products_sm90.cuh"
 
 namespace fx_fuser::conv_direct {
 
-// How far from where a sector begins a channel's first element is, in elements.
+// The offset of a channel's first element from the beginning of a sector, in elements.
 __device__ __forceinline__ uint32_t phase_of(const ConvDirectArgs& args, int sample, int output) {
   const auto plane = static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
   return args.phase + static_cast<uint32_t>(sample * args.outputs + output) * plane;
 }
 
-// Where in its row of a stage a channel's first element is, such that vectors in memory, of kWidth,
-// are vectors in the stage.
+// Where a channel's first element goes in its row of a stage, so that vectors of kWidth in global
+// memory are vectors in the stage.
 template <int kWidth>
 __device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
   return (static_cast<uint32_t>(first) + phase) % kWidth;
 }
 
-// What a thread has of 128 positions, [2 * pair + r] of its two channels, to their rows of the
-// stage. With kPairs, both of a pair are neighbours there, too. Returns, if kChecks, a NaN where
-// one of them is not finite, else 0.
+// Writes a thread's values of 128 positions, [2 * pair + r] for its two channels, to their rows of
+// the stage. With kPairs, a pair's elements are neighbours there, too. If kChecks, returns NaN if a
+// value is not finite, else 0.
 template <class T, bool kPairs, bool kChecks = false>
 __device__ __forceinline__ float stage_pairs(const Vec<T, 2> (&pair)[32], const uint4* places,
                                              T* row) {

@@ -1,4 +1,4 @@
-// Of the direct convolution: from a stage to memory, with the epilogue on the way.
+// The direct convolution: from a stage through the epilogue to global memory.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace fx_fuser::conv_direct {
 
-// For epilogues with which a kernel spills otherwise, as divisions by five operands:
+// For epilogues with which a kernel would spill, such as divisions by five operands: see
 // fx_fuser/native/jobs.py.
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr bool kFewRegisters = true;
@@ -19,7 +19,7 @@ constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
 constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
 
-// The convolution at one place in plain fp32, as IEEE has it.
+// The convolution at one output in plain IEEE fp32.
 __device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sample, int output,
                                            int row, int column) {
   const int taps = args.kernel_h * args.kernel_w;
@@ -38,7 +38,7 @@ __device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sampl
                           static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
       sum = fmaf(inside ? plane[in_row * args.w + in_column] : 0.0f, weight[c * taps + tap], sum);
     }
-    if (isnan(sum)) return sum;  // and stays one: a tensor full of them is soon done
+    if (isnan(sum)) return sum;  // it stays NaN: this exit makes tensors full of NaN fast
   }
   return sum;
 }
@@ -51,9 +51,9 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
-  static constexpr int kQuarter = 8;  // lanes that have a channel
+  static constexpr int kQuarter = 8;  // lanes per channel
   static constexpr int kRounds = kStoreChannels / (32 / kQuarter);
-  // What registers allow: vectors, and whether a lane's operands stay from unit to unit.
+  // As registers allow: vectors at once, and whether a lane keeps its operands from unit to unit.
   static constexpr int kAtOnce = kOperands < 6 ? 4 : 2;
   static constexpr bool kKeepsOperands = kOperands < 6 && !kFewRegisters;
   static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
@@ -61,7 +61,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   const ConvDirectArgs& args;
   Unit unit;
 
-  // What an operand is in a channel of the sample, at its first pixel.
+  // The address of an operand in a channel of the sample, at its first pixel.
   template <int kOne, class T>
   __device__ __forceinline__ const T* channel_of(int output) const {
     const ConvOperand& operand = args.operand[kOne];
@@ -92,12 +92,12 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     return convert<Out>(apply(args, c, operand));
   }
 
-  // The elements of a channel that the unit writes, from the start of a sector to that of another.
+  // The elements of a channel that the unit writes, between sector boundaries.
   struct Range {
-    int first;  // at or before `begin`, where a vector starts
+    int first;  // the vector boundary at or ahead of `begin`
     int begin;
     int end;
-    int staged;  // where `first` is in the channel's row of the stage
+    int staged;  // index of `first` in the channel's row of the stage
   };
 
   // With vectors of kWidth.
@@ -116,7 +116,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     return range;
   }
 
-  // The same in a channel's row of a stage of results, where its first element is at `shift`.
+  // The same as indices in a channel's row of a stage of results, whose first element is at
+  // `shift`.
   struct RowRange {
     int shift;
     int begin;
@@ -135,8 +136,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
            (static_cast<int64_t>(args.out_h) * args.out_w);
   }
 
-  // The whole vectors of a channel whose elements are neighbours in memory and have the same
-  // operands; a quarter of the warp has a channel. No branches: the vectors' instructions then
+  // Stores a channel's whole vectors, for elements that are neighbours in memory and have the same
+  // operands. A quarter of the warp per channel. No branches, so that the vectors' instructions
   // overlap.
   template <bool kSaves>
   __device__ __forceinline__ void store_vectors(const Range& range, int64_t plane,
@@ -152,8 +153,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const int at = first + v * (kQuarter * kConvStoreWidth);
       const int element = range.first + at;
       const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
-      // A sector of 16-bit elements is so wide that the last vector can lie behind the channel's
-      // row, where another warp writes.
+      // A sector has so many 16-bit elements that the last vector can be behind the channel's row,
+      // where another warp writes.
       const int in_row = sizeof(Out) < 4 ? min(at, kLastInRow - range.staged) : at;
       const auto loaded = *reinterpret_cast<const float4*>(staged + in_row);
       const float value[kConvStoreWidth] = {loaded.x, loaded.y, loaded.z, loaded.w};
@@ -177,8 +178,9 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     }
   }
 
-  // All elements of a channel, or those that store_vectors leaves: of vectors that are not whole,
-  // and those whose convolution is not finite, which is done again. Any operands, any strips.
+  // Stores all elements of a channel, or those that store_vectors leaves: in vectors that are not
+  // whole, and those whose convolution is not finite, which is recomputed. Any operands, any
+  // strips.
   __device__ __forceinline__ void store_elements(const Range& range, int output,
                                                  const float* staged, bool all) const {
     const int64_t plane = plane_of(output);
@@ -187,7 +189,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
       const int element = range.first + nth;
       const int row = Unit::row_of(args, element);
-      // Of an element ahead of the first, whose row is none, in numbers that may wrap around.
+      // Unsigned: for an element ahead of the first, which has no row, this may wrap around.
       const auto in_row =
           static_cast<uint32_t>(element) - static_cast<uint32_t>(row) * args.strip.size;
       const int column = static_cast<int>(in_row) + unit.column;
@@ -218,7 +220,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     const int outputs = min(kStoreChannels, args.outputs - first_output);
     const uint32_t all = outputs > 0 ? (1u << outputs) - 1 : 0;
     Tail& tail = *shared.tail;
-    // A lane's channels, one after the other.
+    // A lane's channels, one per round.
     int channel[kRounds];
     float operand[kRounds][kSlots] = {};
 #pragma unroll
@@ -226,7 +228,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       channel[round] = round * (kStoreChannels / kRounds) + lane / kQuarter;
     }
     const auto take_operands = [&](const Store& store, int round) {
-      // Unknown to ptxas, which else finds where they are ahead of the condition, for every unit.
+      // Opaque: else ptxas computes the addresses ahead of the condition, for every unit.
       Store of_sample = store;
       of_sample.unit.sample = ptx::opaque(of_sample.unit.sample);
       const int output = min(first_output + channel[round], args.outputs - 1);
@@ -259,7 +261,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const bool is_broken = kSplits<X> && (tail.broken[0][producer][stage.slot] != 0 ||
                                             tail.broken[1][producer][stage.slot] != 0);
       const bool by_vectors = !args.any_per_pixel && args.strips.size == 1;
-      uint32_t by_elements = 0;  // a bit a channel
+      uint32_t by_elements = 0;  // a bit per channel
 #pragma unroll
       for (int round = 0; round < kRounds && by_vectors; ++round) {
         const int64_t plane = store.plane_of(first_output + channel[round]);
@@ -272,7 +274,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         }
         by_elements |= static_cast<uint32_t>(has_edges[round]) << channel[round];
       }
-      // What is stored again is stored after.
+      // After store_vectors: a recomputed element is stored a second time.
       by_elements = by_vectors && !is_broken ? __reduce_or_sync(0xFFFFFFFF, by_elements) : all;
       __syncwarp();
       for (; by_elements != 0; by_elements &= by_elements - 1) {
@@ -288,8 +290,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
 
   // ---- with the epilogue applied ahead of the stages --------------------------------------------
 
-  // Product warpgroup `part` of two, which has this half of each unit's positions: while one
-  // applies the epilogue, whatever that is made of, the other's products run.
+  // Product warpgroup `part` of two, with that half of each unit's positions: while one applies the
+  // epilogue, the other's products run.
   static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
                                                      const Shared& shared, int part) {
     const TileScheduler scheduler(args);
@@ -331,7 +333,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
              ...);
           }
         }
-        // The channel eight rows below has the same shift: eight planes are whole vectors.
+        // The channel eight rows further has the same shift: eight planes are whole vectors.
         Out* row = shared.staged<Out>(stage.slot, channel) +
                    shift_of<kVectorOf<Out>>(phase_of(args, unit.x, output), unit.y);
         const auto* places =
@@ -360,7 +362,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     }
   }
 
-  // Stages to memory, 16 channels a warp. A lane has the same vector of each channel's row.
+  // Copies stages to global memory, 16 channels per warp. A lane has the same vector of each
+  // channel's row.
   static __device__ __forceinline__ void copy_units(const ConvDirectArgs& args,
                                                     const Shared& shared) {
     constexpr int kWidth = kVectorOf<Out>;
@@ -374,7 +377,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     const uint64_t plane = static_cast<uint64_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
     Tail& tail = *shared.tail;
     PipelineState stage;
-    // Of two units after each other, then of those of the next slot.
+    // The units of a slot, then those of the block's next slot.
     int index = scheduler.first * args.paired;
     for (int nth = 0; index < args.units;) {
       const Store store{args, Unit::at(args, index)};
@@ -384,8 +387,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       }
       ++index;
       const Unit& unit = store.unit;
-      // A row has up to 33 vectors, the first of which is written of a sample's first unit alone:
-      // the others make a vector and more ahead of what they write.
+      // A row has up to 33 vectors, but only a sample's first unit writes the first of them: other
+      // units compute at least a vector ahead of what they write.
       const int skipped = unit.begin > unit.first;
       const int at = (lane + skipped) * kWidth;
       uint32_t lanes = 0;  // that have a whole vector of channel lane % kCopyChannels
@@ -395,8 +398,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         const int count = max(row.end / kWidth - begin, 0);
         lanes = static_cast<uint32_t>(((uint64_t{1} << count) - 1) << (begin - skipped));
       }
-      // A row's vectors are vectors in memory: from a channel's first element down to where one
-      // begins.
+      // A row's vectors are aligned vectors in memory: the address is rounded down to one below.
       auto to = reinterpret_cast<uint64_t>(static_cast<Out*>(args.out) +
                                            store.plane_of(first_output) + unit.first + at);
       const Out* staged = shared.staged<Out>(stage.slot, warp * kCopyChannels);
@@ -415,7 +417,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
           to += plane * sizeof(Out);
         }
       }
-      // Where a channel does not begin or end with a vector: of its first and its last.
+      // Elements of a channel's first and last vectors, if it does not begin or end with a whole
+      // one.
       const bool has_edges = unit.begin == 0 || unit.end == args.elements;
 #pragma unroll 1
       for (int i = 0; i < outputs && has_edges; ++i) {

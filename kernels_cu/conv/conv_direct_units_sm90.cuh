@@ -1,4 +1,4 @@
-// Of the direct convolution: shared memory, how units are scheduled, and the weights in shared
+// The direct convolution: shared-memory layout, the unit scheduler, and the weights in shared
 // memory.
 #pragma once
 
@@ -16,31 +16,31 @@
 namespace fx_fuser::conv_direct {
 
 constexpr int kWarpgroup = 128;
-constexpr int kLoadBarrier = 1;  // and the next: named barriers of the loading warpgroups
+constexpr int kLoadBarrier = 1;  // named barriers of the loading warpgroups: this and the next
 constexpr int kWeightBarrier = 3;
 
-// Of X, what x and weight are of.
+// X: the type of x and weight. kSplits: it is split into two fp16.
 template <class X>
 constexpr bool kSplits = std::is_same_v<X, float>;
 template <class X>
 using Factor = std::conditional_t<kSplits<X>, __half, X>;  // of the products
 
-// Behind the slots: what the products of positions beyond the pixels read instead is this.
+// Placed behind the slots, where products of positions beyond the last slot's pixels may read it.
 struct Tail {
   uint64_t full[kConvMaxSlots];
   uint64_t empty[kConvMaxSlots];
-  uint64_t staged[4][kConvMaxStages];  // of each quarter of the channels
+  uint64_t staged[4][kConvMaxStages];  // per quarter of the channels
   uint64_t stored[4][kConvMaxStages];
   float weight_unscale[kConvGroup];
   uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
   uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];        // of a slot's pixels
-  uint32_t broken[2][4][kConvStages];  // is a sum not finite, of each half and quarter of a stage
+  uint32_t broken[2][4][kConvStages];  // a sum is not finite, per half and quarter of a stage
   int2 unit[kConvMaxSlots];            // sample and first element
-  int2 second[kConvMaxSlots];  // of two units: its first element, and how many pixels further
+  int2 second[kConvMaxSlots];  // if two units share the slot: its first element, pixels further
   union {
-    // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
-    // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
+    // The byte offsets of positions 8i + 2c and 8i + 2c + 1 in a stage's channel, as
+    // [i / 4][c][i % 4]: both, the second in the upper half, or only the first (args.pairs).
     alignas(16) uint32_t place[2 * kConvMaxSlots][kConvPositions / 2];
     alignas(16) uint32_t valid[kConvMaxSlots][kConvWidePositions / 32];
   };
@@ -48,7 +48,7 @@ struct Tail {
 static_assert(sizeof(Tail) - sizeof(Tail::place) <= kConvTailBytes);
 static_assert(sizeof(Tail::place) == 2 * kConvMaxSlots * kConvPlaceBytes);
 
-// Of what stages have: floats, or results of 16 bits.
+// T: the type of a stage's elements, float or 16-bit results.
 template <class T>
 constexpr int kVectorOf = 16 / static_cast<int>(sizeof(T));
 template <class T>
@@ -83,7 +83,7 @@ struct Shared {
   }
 };
 
-// A place in a ring of slots or stages, and the parity of its barriers' phase.
+// A position in a ring of slots or stages, and the parity of its barriers' phase.
 struct PipelineState {
   int slot = 0;
   uint32_t phase = 0;
@@ -101,10 +101,10 @@ struct PipelineState {
 struct Unit {
   int sample;
   int column;  // of the image, where the strip begins
-  int begin;   // elements [begin, end) of the strip are this unit's
+  int begin;   // elements [begin, end) of the strip are this unit's own
   int end;
-  int first;     // element that it makes
-  int position;  // of that
+  int first;     // the first element that it computes
+  int position;  // of `first`
 
   static __device__ __forceinline__ Unit at(const ConvDirectArgs& args, int index) {
     const auto strip = static_cast<int>(divide(static_cast<uint32_t>(index), args.units_per_strip));
@@ -125,7 +125,8 @@ struct Unit {
   }
 };
 
-// Blocks that work on the same units lie side by side, and so do the units of neighbouring blocks.
+// Blocks with the same units, for different groups, are neighbours, and neighbouring blocks have
+// neighbouring units.
 struct TileScheduler {
   int group;
   int first;
@@ -151,14 +152,15 @@ __device__ __forceinline__ uint32_t magnitude_bits(float value) {
   return __float_as_uint(value) & 0x7FFFFFFF;
 }
 
-// Zeros have any scale: one that can be undone together with any other.
+// Zeros get scale 1: it can be undone together with any other scale.
 __device__ __forceinline__ Scale scale_of(float largest) {
   return largest == 0.0f ? Scale{1.0f, 1.0f} : Scale::of(largest);
 }
 
-// The group's weights as tiles of [64 channels][8 input channels], and the zeros; by kThreads, of
-// which this is `thread` and which all have them after it. A kernel begins with waiting for their
-// loads: eight threads have a channel, with five loads each under way.
+// Writes the group's weights to shared memory, as tiles of [64 channels][8 input channels], and the
+// zeros. Called by kThreads threads, of which this is `thread`; ends with a barrier of them. A
+// kernel begins by waiting for these loads, so eight threads share a channel, with five loads each
+// in flight.
 template <class X, int kThreads>
 __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, const Shared& shared,
                                                 int group, int thread) {
@@ -193,7 +195,7 @@ __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, cons
         }
       }
     };
-    // Of a tap's first, or only, tile.
+    // The element's place in its tap's first, or only, tile.
     const auto place_of = [&](int i) {
       return reinterpret_cast<Factor<X>*>(shared.weight) + (1 + i % taps) * kConvTileUnits * 8 +
              channel * 8 + i / taps;

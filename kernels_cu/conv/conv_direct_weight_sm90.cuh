@@ -1,5 +1,5 @@
-// Of the direct convolution's backward: the sums that are dbeta and dgamma, and the weight's
-// gradient. See conv_direct_backward_sm90.cuh.
+// The direct convolution's backward: the sums dbeta and dgamma, and the weight's gradient. See
+// conv_direct_backward_sm90.cuh.
 #pragma once
 
 #include "conv/conv_direct_factors_sm90.cuh"
@@ -13,9 +13,9 @@ constexpr int kSumProductRegisters = 136;
 static_assert(kWeightLoadRegisters + 2 * kWeightProductRegisters <= 504);
 static_assert(kSumLoadRegisters + 3 * kSumProductRegisters <= 512);
 
-// Of 3 x 3 taps, the products of a tile of dc with its pixels, which run while the next tile's
-// convolution does. The taps of a kernel's row are 24 columns of one operand: the next tap's pixels
-// lie 16 bytes on.
+// For 3 x 3 taps: the products of a tile of dc with its pixels, which overlap the next tile's
+// convolution. The three taps of a kernel's row are 24 columns of one operand: the next tap's
+// pixels are 16 bytes further.
 template <class X>
 struct RowProducts {
   static constexpr int kRows = 3;
@@ -26,7 +26,7 @@ struct RowProducts {
   Scale scale[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
   float pixel_unscale = 1;
 
-  // dc as sums are laid out.
+  // dc: in the layout of sums.
   __device__ __forceinline__ void start(const ConvBackwardArgs& args, const Shared& shared,
                                         int slot, int tile, const float (&dc)[32]) {
     find_scales<X>(dc, scale);
@@ -62,7 +62,7 @@ struct RowProducts {
     ptx::wgmma_commit();
   }
 
-  // After a wait: total[tap] += what was started last.
+  // After a wgmma_wait: total[tap] += the products started last.
   __device__ __forceinline__ void add(float (&total)[kConvBackwardTaps][4]) {
     pin();
 #pragma unroll
@@ -93,17 +93,17 @@ __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, cons
   Scale scale[2];
   find_scales<X>(dc, scale);
   float sum[kConvBackwardTaps][4] = {};
-  // Without a branch: beyond the last tap, that again.
+  // No branch: taps beyond the last repeat it.
   uint32_t offset[kConvBackwardTaps];
 #pragma unroll
   for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
     offset[tap] = 16 * args.offset[first_tap + min(tap, taps - 1)];
   }
   const int lane = threadIdx.x % 32;
-  // What the upper half of the lanes addresses: in fp32 the lo of the pixels, else the next tap.
+  // The upper half of the lanes addresses the pixels' lo in fp32, else the next tap.
   const bool is_upper = lane / 16 == 1;
   const int pixels = args.conv.chunks * kConvChunk;
-  // Positions beyond the unit's pixels are no elements; any pixels do, as long as they are there.
+  // Positions beyond the unit's pixels are not elements: clamped to pixels that exist.
   const int last = pixels - 1 - args.offset[args.conv.kernel_h * args.conv.kernel_w - 1];
   const uint32_t base = ptx::shared_address(shared.slot) + slot * args.conv.slot_bytes +
                         (kSplits<X> ? lane / 16 * pixels * 16 : 0);
@@ -156,8 +156,8 @@ __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, cons
   }
 }
 
-// A thread's sums, in shared memory: [of dz, of dz d][channel][thread]. In registers they would be
-// spilled.
+// A thread's sums of dz and of dz d, in shared memory: [sum][channel][thread]. In registers they
+// would spill.
 template <int kWorkers>
 struct ThreadSums {
   double* sums;
@@ -177,8 +177,8 @@ struct ThreadSums {
   }
 };
 
-// The split's sums of dz and of dz x̂, for an output channel, if the thread `stores` them. Returns
-// that of dc, if not in training.
+// Stores the split's sums of dz and of dz x̂ for an output channel, if the thread `stores` them.
+// Returns the sum of dc (meaningless in training).
 template <class Sums>
 __device__ __forceinline__ double store_sums(const ConvBackwardArgs& args,
                                              const Coefficients& coefficients, const Sums& sums,
@@ -200,8 +200,8 @@ __device__ __forceinline__ double store_sums(const ConvBackwardArgs& args,
   return of_dc;
 }
 
-// The split's gradient of the weight, for the output channel r of the thread's two and the taps
-// from `first_tap` on; to: that channel's.
+// Stores the split's gradient of the weight for output channel r of the thread's two and the taps
+// from `first_tap` on. to: that channel's gradient.
 template <class X>
 __device__ __forceinline__ void store_weight(const ConvDirectArgs& conv,
                                              const Coefficients& coefficients, int lane,
@@ -224,7 +224,7 @@ __device__ __forceinline__ void store_weight(const ConvDirectArgs& conv,
   }
 }
 
-// What a channel's sums and gradients become.
+// A channel's coefficients, as a thread keeps them in registers.
 struct ChannelValues {
   float weight_unscale;
   float mean;
@@ -242,8 +242,8 @@ struct ChannelValues {
   }
 };
 
-// A tile of the convolution and its gradients: of_tile += dz and dz d, of each of the thread's
-// channels; and `sum` becomes dc.
+// Combines a tile of the convolution with its dy: of_tile += dz and dz d for each of the thread's
+// channels; `sum` becomes dc.
 template <class X, bool kSums, bool kWeight>
 __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uint32_t valid,
                                                const Loaded<X> (&dy)[32],
@@ -255,7 +255,8 @@ __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uin
     const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
     const float d = deviation_of<X>(sum[i], of[r].weight_unscale, pixel_unscale, of[r].mean);
     const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
-    // But for `rest`; in training, where the sums are another kernel's, less its mean.
+    // dz without the factor `rest`; in training, where another kernel computes the sums, minus its
+    // mean.
     const float dy_here = i % 2 == 0 ? pair.x : pair.y;
     const float dz = kWeight ? fmaf(of[r].of_dy, dy_here, of[r].offset) : of[r].of_dy * dy_here;
     if constexpr (kSums) {
@@ -269,11 +270,11 @@ __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uin
   }
 }
 
-// The L2 cache is asked for half a unit, while the half before it is used. A unit ahead was more
-// than the cache holds of all blocks: in fp32 dy came nearly twice from memory (conv/NOTES.md).
+// Prefetch distance to L2: half a unit. A whole unit ahead, over all blocks, exceeded L2: in fp32
+// dy was read from DRAM nearly twice (conv/NOTES.md).
 constexpr int kAhead = kConvPositions / 2;
 
-// Waits for a unit's pixels, and says where its gradients are.
+// Waits for a unit's pixels and finds its gradients.
 template <class X>
 __device__ __forceinline__ void begin_gradients(const ConvBackwardArgs& args, const Tail& tail,
                                                 const PipelineState& pipeline, int group, int index,
@@ -287,7 +288,7 @@ __device__ __forceinline__ void begin_gradients(const ConvBackwardArgs& args, co
   gradients.limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
 }
 
-// The same, with the rows that this convolution has.
+// Loads a tile's gradients, with the kind of rows that this convolution has.
 template <class X>
 __device__ __forceinline__ uint32_t load_gradients(const ConvBackwardArgs& args,
                                                    const Gradients<X>& gradients, int index,
@@ -302,7 +303,7 @@ __device__ __forceinline__ uint32_t load_gradients(const ConvBackwardArgs& args,
   }
 }
 
-// What a warpgroup has summed up, a split by itself.
+// Stores what a warpgroup has summed: one split.
 template <class X, bool kSums, bool kWeight, class Sums>
 __device__ __forceinline__ void store_split(const ConvBackwardArgs& args,
                                             const Coefficients& coefficients, int split, int group,
@@ -367,9 +368,9 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     load(pipeline.slot, 0);
   }
   constexpr bool kIsRows = kWeight && kSteps > 0;
-  constexpr bool kOverlaps = kIsRows && !kSums;  // with the sums registers do not suffice
+  constexpr bool kOverlaps = kIsRows && !kSums;  // with the sums there are too few registers
   [[maybe_unused]] std::conditional_t<kIsRows, RowProducts<X>, NoWeights> rows;
-  [[maybe_unused]] int used = -1;  // a slot whose pixels such products may still read
+  [[maybe_unused]] int used = -1;  // the slot whose pixels products in flight may still read
   const auto release = [&](int slot) {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
@@ -381,7 +382,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     const float pixel_unscale = tail.unscale[slot];
     float sum[32];
     start_products<X, kSteps>(conv, shared, slot, tile, sum);
-    // Read again for each tile: registers are scarce.
+    // Loaded again for each tile: registers are scarce.
     const ChannelValues of_channel[2] = {ChannelValues::of(tail, coefficients, channel),
                                          ChannelValues::of(tail, coefficients, channel + 8)};
     ptx::wgmma_wait<0>();
@@ -392,7 +393,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     }
     float of_tile[2][2] = {};
     meet_gradients<X, kSums, kWeight>(args, valid, dy, of_channel, pixel_unscale, sum, of_tile);
-    // The next tile's gradients are under way while this one is multiplied.
+    // The next tile's gradients are loaded while this one is multiplied.
     if (++tile == kConvPositions / kTile) {
       tile = 0;
       for (int i = 0; i < kWorkers; ++i) pipeline.advance(conv.slots);
@@ -433,7 +434,7 @@ template <class X, bool kSums, bool kWeight, class Epilogue, int kScalars, class
 __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   constexpr int kWorkers = kWeight ? kConvWeightWorkers : kConvSumWorkers;
   const BackwardShared shared = BackwardShared::of(args.conv);
-  // Groups of taps are further groups of blocks.
+  // Each group of taps has its own blocks.
   TileScheduler scheduler(args.conv, kWeight ? args.tap_groups : 1);
   const int tap_group = scheduler.group % (kWeight ? args.tap_groups : 1);
   scheduler.group /= kWeight ? args.tap_groups : 1;

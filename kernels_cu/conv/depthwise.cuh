@@ -2,18 +2,18 @@
 // z = sum over i, j of x[n, c, y * stride + i - top, x * stride + j - left] weight[c, 0, i, j],
 // in fp32 arithmetic, for bf16, fp16 and fp32, channels_last or contiguous. For sm_80 and later.
 //
-// A thread has two channels (one, of a contiguous image) and a strip of output columns, and walks
-// down the image. Each row of pixels is read once and added to every output row that it is part of:
-// the sums of as many output rows as the window is high are kept in registers, and so are the
-// weights. So an output takes its products, its share of a row of pixels and its epilogue, and
-// nothing in memory is read twice but the columns at the edges of strips, which the L1 has.
+// A thread has two channels (one in a contiguous image) and a strip of output columns, and walks
+// down the image. Each row of pixels is read once and added to every output row that it contributes
+// to: the sums of as many output rows as the window is high are kept in registers, and so are the
+// weights. So an output costs its products, its share of a row of pixels and its epilogue, and
+// nothing is read twice from memory except the columns at the edges of strips, which hit L1.
 //
-// A row of pixels waits on its way: in channels_last three rows are under way in shared memory that
-// belongs to the thread (cp.async, which needs no barrier and no registers), in planes one row is
-// in registers.
+// Rows of pixels are prefetched: in channels_last three rows are in flight to the thread's own part
+// of shared memory (cp.async, without barriers or registers); in contiguous images one row is in
+// registers.
 //
-// The window's height, width and stride are numbers of the translation unit, as all loops over them
-// are unrolled:
+// The window's height, width and stride are compile-time constants: all loops over them are
+// unrolled.
 //
 //   FX_FUSER_DEPTHWISE(/*kernel_h*/ 3, /*kernel_w*/ 3, /*stride*/ 1, Epilogue, /*scalars*/ 1,
 //                      /*Acc*/ float, /*Out*/ __half, /*x, weight, c*/ __half,
@@ -42,8 +42,8 @@ struct Geometry {
   static constexpr int kChannels = depthwise_channels(kPlanes);
   static constexpr int kColumns = depthwise_columns(kH, kW, kStride, sizeof(X), kPlanes);
   static constexpr int kTaps = kH * kW;
-  static constexpr int kWindow = (kColumns - 1) * kStride + kW;    // pixels of a row
-  static constexpr int kRing = (kH + kStride - 1) / kStride;       // output rows that a row is in
+  static constexpr int kWindow = (kColumns - 1) * kStride + kW;    // pixels per row
+  static constexpr int kRing = (kH + kStride - 1) / kStride;       // output rows that a row adds to
   static constexpr int kLanes = kPlanes ? 1 : kDepthwiseMaxLanes;  // at most
   using Raw = Packed<X, kChannels>;
 
@@ -53,7 +53,7 @@ struct Geometry {
   };
 };
 
-// Rows of output below each other, in one strip of columns.
+// A thread's work item: consecutive output rows in one strip of columns.
 struct Item {
   uint32_t sample;
   int32_t y;  // of the output
@@ -70,7 +70,7 @@ struct Item {
   }
 };
 
-// The rows of pixels of an item, from the top.
+// Reads an item's rows of pixels, from the top.
 template <class G>
 struct Rows {
   using Raw = typename G::Raw;
@@ -78,10 +78,10 @@ struct Rows {
 
   const DepthwiseArgs& args;
   typename G::Shared& shared;
-  const X* ahead;    // the row that is asked for next
+  const X* ahead;    // the next row to request
   int64_t pitch;     // of a row
-  uint32_t columns;  // a bit each, that exist
-  int32_t first;     // the first row's place in the image
+  uint32_t columns;  // a bit per column that exists
+  int32_t first;     // the first row's index in the image
   int32_t count;
   Raw next[G::kPlanes ? G::kWindow : 1];
 
@@ -112,7 +112,7 @@ struct Rows {
     }
   }
 
-  // Is it a row of the image?  Those above and below are zeros, which add nothing.
+  // Whether it is a row of the image. Rows above and below are zeros, which add nothing.
   __device__ __forceinline__ bool has(int row) const {
     return row < count && static_cast<uint32_t>(first + row) < static_cast<uint32_t>(args.h);
   }
@@ -136,7 +136,7 @@ struct Rows {
     if constexpr (!G::kPlanes) ptx::copy_async_commit();
   }
 
-  // The pixels of a row, if it has any; and asks for a later one.
+  // Returns a row's pixels, if it has any, and requests a later row.
   __device__ __forceinline__ bool take(int row, float (&pixel)[G::kWindow][G::kChannels]) {
     Raw raw[G::kWindow];
     const bool found = has(row);
@@ -165,8 +165,8 @@ template <class G, bool kPixels, class Epilogue, int kScalars, class Out, class 
           class... In>
 struct Store;
 
-// From sums to memory: what comes after the convolution. kPixels: an operand differs from pixel to
-// pixel; others are loaded once an item.
+// The epilogue and the stores. kPixels: an operand varies by pixel; others are loaded once per
+// item.
 template <class G, bool kPixels, class Epilogue, int kScalars, class Out, size_t... kOperand,
           class... In>
 struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
@@ -179,8 +179,8 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   const DepthwiseArgs& args;
   Item item;
   int channel;
-  int columns;      // of the strip, that exist
-  int64_t element;  // of the row that is stored next
+  int columns;      // of the strip that exist
+  int64_t element;  // the first of the row that is stored next
   float value[kSlots][G::kChannels];
 
   __device__ __forceinline__ Store(const DepthwiseArgs& of, const Item& at, int first)
@@ -229,7 +229,7 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
     }
   }
 
-  // Row `nth` of the item, and then on to the next.
+  // Stores row `nth` of the item and advances to the next.
   __device__ __forceinline__ void store_row(int nth,
                                             const float (&sum)[G::kColumns][G::kChannels]) {
     const int64_t step = G::kPlanes ? 1 : ptx::opaque(args.channels);
@@ -241,7 +241,7 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
     }
 #pragma unroll
     for (int o = 0; o < G::kColumns; ++o) {
-      // Loaded under no condition, so that those of several columns can be under way together.
+      // Unconditional, so that the loads of several columns overlap.
       if constexpr (kPixels) load_operands(item.y + nth, item.x + min(o, columns - 1));
       store_pixel(sum[o], element + o * step, o < columns);
     }
@@ -249,13 +249,13 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   }
 };
 
-// The weights of a thread's channels: in registers, if the epilogue leaves enough of them.
+// The weights of a thread's channels, in registers if the epilogue leaves enough of them (kKept).
 template <class G, bool kKept>
 struct Weights {
   float kept[kKept ? G::kTaps : 1][G::kChannels];
   const typename G::X* shared;
 
-  // Called by all threads of a block. first: its first channel.
+  // Called by all threads of a block. first: the block's first channel.
   __device__ __forceinline__ Weights(const DepthwiseArgs& args, typename G::Shared& block,
                                      int first, int lane)
       : shared(block.weight + lane * G::kChannels * G::kTaps) {
@@ -289,7 +289,7 @@ struct Weights {
   }
 };
 
-// sum += one row of the window over one row of pixels.
+// sum += one row of the window times one row of pixels.
 template <class G, class WeightsOf>
 __device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kChannels],
                                         const WeightsOf& weights, int row,
@@ -313,7 +313,7 @@ __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typenam
                                               const WeightsOf& weights) {
   Rows<G> rows(args, shared, item, channel);
   StoreOf store(args, item, channel);
-  // Of output row `step - i` in place i.
+  // sum[i] is output row `step - i`.
   float sum[G::kRing][G::kColumns][G::kChannels] = {};
   const int steps = item.rows + G::kRing - 1;
 #pragma unroll 1
@@ -380,7 +380,7 @@ struct Kernels {
     using StoreOf =
         Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>;
     constexpr bool kKept = G::kTaps <= 9 || (!kSpilled && !kPixels);
-    // Without an operand none differs.
+    // Without operands, none varies by pixel.
     if constexpr (!kPixels || sizeof...(In) > 0) convolve<G, StoreOf, kKept>(args);
   }
 };

@@ -1,11 +1,13 @@
-// BatchNorm (evaluation) folded into the weights before it, several layers a launch:
+// Folds BatchNorms (evaluation) into the weights of the convolutions before them, several layers
+// per launch:
 //
 //   scale = gamma / sqrt(variance + eps)
-//   folded = weight * scale                        channels_last, whatever the weight's layout
+//   folded = weight * scale                        in channels_last, for any layout of the weight
 //   shift = (bias - mean) * scale + beta
 //
-// in Acc, each result rounded once. A thread makes kFoldWidth neighbouring elements of one output
-// channel, which are neighbouring input channels, or one where C is no multiple of that.
+// in Acc, each result rounded once. A thread computes kFoldWidth neighbouring elements of one
+// output channel, which are neighbouring input channels, or one element if C is not a multiple of
+// that.
 #pragma once
 
 #include "common/convert.cuh"
@@ -42,7 +44,7 @@ __device__ __forceinline__ Acc shift_of(const FoldSite& site, uint32_t channel, 
   return math::fma(centred, scale, number_of(site.beta, channel, Acc(0)));
 }
 
-// unit: of all output channels of the layer, each of site.units.size.
+// unit: index over all output channels of the layer, which have site.units.size each.
 template <int kWidth, class Acc, class Out, class In>
 __device__ __forceinline__ void fold_unit(const FoldSite& site, uint32_t unit) {
   const uint32_t channel = divide(unit, site.units);
@@ -88,7 +90,7 @@ __device__ __forceinline__ void fold(const FoldArgs& args) {
 
 }  // namespace fx_fuser
 
-// The epilogue is none, and its numbers are 0.
+// There is no epilogue: its macro arguments are unused.
 #define FX_FUSER_FOLD(epilogue, scalars, Acc, Out, In)                 \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kFoldThreads) \
       fx_fuser_fold(const __grid_constant__ fx_fuser::FoldArgs args) { \

@@ -1,5 +1,5 @@
-// What the host tells the kernel that folds BatchNorms into weights. fold.h fills it, fold.cuh
-// reads it.
+// Arguments of the kernel that folds BatchNorms into weights. host/fold.h fills them, fold.cuh
+// reads them.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 namespace fx_fuser {
 
 constexpr int kFoldThreads = 256;
-constexpr int kFoldWidth = 8;   // elements of a thread
-constexpr int kFoldSites = 17;  // of one launch: an argument block holds 4 KB
+constexpr int kFoldWidth = 8;   // elements per thread
+constexpr int kFoldSites = 17;  // per launch: kernel arguments are limited to 4 KB
 
 enum class VectorType : int8_t { kFloat, kHalf, kBFloat16 };
 
-// A number for each output channel; data is null where the layer has none.
+// One number per output channel; data is null if the layer has none.
 struct FoldVector {
   const void* data;
   int64_t stride;
@@ -37,8 +37,8 @@ struct FoldSite {
   uint32_t first_block;
   uint32_t all_units;
   int64_t strides[4];
-  Divisor<uint32_t> units;    // of one output channel
-  Divisor<uint32_t> groups;   // units of one place of the filter
+  Divisor<uint32_t> units;    // per output channel
+  Divisor<uint32_t> groups;   // units per tap of the filter
   Divisor<uint32_t> columns;  // kw
 };
 

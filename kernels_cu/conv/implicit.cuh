@@ -1,29 +1,30 @@
 // out = epilogue(conv2d(x, weight, stride, padding, dilation), operands, scalars) in channels_last,
-// in bf16 and fp16, as an implicit gemm by `mma.sync`: for bandwidth-bound layers, 1 x 1 above
-// all. For sm_80 and later.
+// bf16 and fp16, as an implicit gemm by `mma.sync`, for sm_80 and later. Meant for bandwidth-bound
+// layers, above all 1 x 1.
 //
-// What tiles, stages and pieces are: implicit_args.h. Persistent blocks walk over the pixels;
-// neighbouring blocks have the columns of the same pixels, so that the L2 serves x again. All that
-// a tile reads comes through a ring of stages by `cp.async`, operands like residuals included, and
-// the ring runs on across tiles: while one's epilogue runs, the next ones' pixels arrive. Its
-// barriers are the stages' own, so a block's warps need not be at the same place. Nothing waits in
-// registers but sums: two blocks are resident, and the epilogue of one overlaps the other's loop.
+// implicit_args.h defines tiles, stages and pieces. Blocks are persistent and walk over the pixels;
+// neighbouring blocks have different columns of the same pixels, so that x is read from L2 the
+// second time. Everything that a tile reads, operands such as residuals included, is loaded through
+// a ring of stages by `cp.async`, and the ring runs on across tiles: while one tile's epilogue
+// runs, the next one's pixels arrive. Stages have mbarriers of their own, so a block's warps need
+// not run in lockstep. Only sums are held in registers: two blocks are resident per SM, and the
+// epilogue of one overlaps the main loop of the other.
 //
-// Results go straight from registers to memory: the weights' rows are numbered so that a lane's
-// sums are neighbouring channels of a pixel.
+// Results are stored straight from registers: the weights' rows are permuted so that a lane's sums
+// are neighbouring channels of a pixel.
 //
 //   FX_FUSER_IMPLICIT(/*columns*/ 96, /*is_window*/ 0, /*leaves*/ 4, Epilogue, /*scalars*/ 1,
 //                     /*Acc*/ float, /*Out*/ __half, /*x, weight, c*/ __half,
 //                     /*operands*/ float...)
 //
-// Below this file: implicit_store.cuh, on implicit_load.cuh.
+// Layers below this file: implicit_store.cuh, implicit_load.cuh.
 #pragma once
 
 #include "conv/implicit_store.cuh"
 
 namespace fx_fuser::implicit {
 
-// sum += the products of a stage: the warp's 32 pixels by its columns, for `count` times 16 of k.
+// sum += the products of a stage: the warp's 32 pixels by its columns, for `count` times 16 k.
 // pixels, weights: where the stage's rows begin.
 template <class S>
 __device__ __forceinline__ void multiply_stage(Sums<S>& sum, uint32_t pixels, uint32_t weights,
@@ -31,8 +32,8 @@ __device__ __forceinline__ void multiply_stage(Sums<S>& sum, uint32_t pixels, ui
   const int thread = static_cast<int>(ptx::thread_index());
   const int warp = thread / 32;
   const int lane = thread % 32;
-  // Rows are addressed by lanes: of the pixels' matrices eight rows and the next eight, then the
-  // second half of k; of the weights' both halves of eight rows, then of the next.
+  // ldmatrix addresses. Pixels: eight rows and the next eight, then both for the second half of k.
+  // Weights: both halves of k for eight rows, then for the next eight.
   const uint32_t pixel_row =
       pixels + (warp / 2 * 32 + lane % 16) * kImplicitRow + (lane / 16 ^ lane % 8) * 16;
   const uint32_t weight_row =

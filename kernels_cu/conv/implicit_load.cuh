@@ -1,5 +1,5 @@
-// Of the implicit gemm (implicit.cuh): from memory to shared memory. The ring of stages and what
-// feeds it, and the weights that are kept.
+// The implicit gemm (implicit.cuh): loads from global to shared memory. The ring of stages and the
+// cp.async copies that feed it, and the weights that are kept.
 #pragma once
 
 #include <type_traits>
@@ -10,20 +10,19 @@
 
 namespace fx_fuser::implicit {
 
-// For epilogues with which the kernel spills otherwise: fx_fuser/native/jobs.py.
+// For epilogues with which the kernel would spill: see fx_fuser/native/jobs.py.
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr bool kFewRegisters = true;
 #else
 constexpr bool kFewRegisters = false;
 #endif
 
-constexpr int kThreadRows =
-    4;  // rows of pixels that a thread copies of a stage, one vector of each
+constexpr int kThreadRows = 4;  // rows of pixels that a thread copies per stage, one vector of each
 constexpr int kRowsApart = kImplicitPixels / kThreadRows;
 static_assert(kRowsApart * kImplicitStepVectors == kImplicitThreads);
 
-// X: type of x, weight and c. kIsWindow: there are several taps, or padding. Warps are four by two,
-// of 32 pixels and half of the columns of each group.
+// X: type of x, weight and c. kIsWindow: there are several taps, or padding. The warps are a grid
+// of four by two, each with 32 pixels and half of the columns of each group.
 template <class X_, class Out_, int kColumnsOf, bool kIsWindow, int kLeavesOf>
 struct Shape {
   using X = X_;
@@ -31,20 +30,20 @@ struct Shape {
   static constexpr int kColumns = kColumnsOf;
   static constexpr bool kWindow = kIsWindow;
   static constexpr int kLeaves = kLeavesOf;
-  static constexpr int kTiles = kColumns / 16;  // of eight columns, of a warp
+  static constexpr int kTiles = kColumns / 16;  // of eight columns, per warp
   static constexpr int kGroups = (kColumns + kImplicitGroupColumns - 1) / kImplicitGroupColumns;
-  static constexpr int kWeightBytes = kColumns * kImplicitRow;  // of a step
+  static constexpr int kWeightBytes = kColumns * kImplicitRow;  // per step
   static_assert(sizeof(X) == 2 && kIs16BitFloat<X>);
   static_assert(kColumns % 32 == 0 && kColumns <= kImplicitMaxColumns);
 
-  // Tiles of a warp in a group: of the last one half as many where 32 columns are left.
+  // A warp's tiles in a group: half as many in the last group if it has 32 columns.
   static __host__ __device__ constexpr int tiles_of(int group) {
     return kTiles - 4 * group < 4 ? 2 : 4;
   }
 };
 
-// Where a thread's vectors lie in a stage: rows r, r + 32... The vector v of row r is at v ^ r % 8,
-// so that eight rows' vectors of one k, as ldmatrix reads them, have all banks.
+// A thread's vectors in a stage: rows r, r + 32... Vector v of row r is stored at v ^ r % 8, so
+// that eight rows' vectors of one k, as ldmatrix reads them, cover all banks.
 struct Part {
   int row;
   int vector;
@@ -56,22 +55,23 @@ struct Part {
   __device__ __forceinline__ uint32_t place() const {
     return row * kImplicitRow + (vector ^ row % 8) * 16;
   }
-  // Of pieces, whose readers take up to eight adjacent vectors of two rows, all or every other one.
+  // For pieces, whose readers load up to eight adjacent vectors of two rows, all or every other
+  // one.
   __device__ __forceinline__ uint32_t piece_place() const {
     return row * kImplicitRow + (vector ^ row % 2 * 5) * 16;
   }
 };
 
-__device__ __forceinline__ bool is_below(int value, int limit) {  // and not negative
+__device__ __forceinline__ bool is_below(int value, int limit) {  // false if negative
   return static_cast<uint32_t>(value) < static_cast<uint32_t>(limit);
 }
 
-// The block's first tile of pixels, and its first channel.
+// The block's first tile of pixels; its first channel.
 __device__ __forceinline__ int first_tile(const ImplicitArgs& args) {
   return static_cast<int>(divide(blockIdx.x, args.parts));
 }
 
-// Found where it is used: a register less across the loop.
+// Recomputed where it is used: saves a register across the loop.
 template <class S>
 __device__ __forceinline__ int first_channel(const ImplicitArgs& args) {
   const auto block = static_cast<uint32_t>(ptx::opaque(static_cast<int>(blockIdx.x)));
@@ -79,8 +79,8 @@ __device__ __forceinline__ int first_channel(const ImplicitArgs& args) {
 }
 
 struct Pixel {
-  int sample;  // and of the result:
-  int row;
+  int sample;
+  int row;  // of the result
   int column;
 
   static __device__ __forceinline__ Pixel at(const ImplicitArgs& args, int index) {
@@ -91,9 +91,9 @@ struct Pixel {
   }
 };
 
-// The weights of a step to rows of 128 bytes from `to` on, of which this thread has its vector
-// `vector` of all k. Rows are in the order of a warp's tiles, channels so that a lane's sums of
-// them are neighbours: row 8t + 2l + i of a warp's is channel 2 tiles l + 2t + i.
+// Copies a step's weights to rows of 128 bytes from `to` on; this thread copies vector `vector` of
+// all k. Rows are in the order of a warp's tiles, with channels permuted so that a lane's sums are
+// neighbours: a warp's row 8t + 2l + i is channel 2 tiles l + 2t + i.
 template <class S>
 __device__ __forceinline__ void copy_weights(const ImplicitArgs& args, int vector, uint32_t to) {
   const int row = Part::self().row;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void copy_weights(const ImplicitArgs& args, int vecto
 #pragma unroll
   for (int i = 0; i < S::kColumns / kRowsApart; ++i) {
     const int tiles = S::tiles_of(i / 2);
-    const int slice = row / (8 * tiles);  // of the last group: a warp's
+    const int slice = row / (8 * tiles);  // in the last group: the warp's part
     const int tile = row / 8 % tiles;
     const int channel =
         kRowsApart * i + slice * 8 * tiles + row % 8 / 2 * (2 * tiles) + 2 * tile + row % 2 + first;
@@ -112,12 +112,12 @@ __device__ __forceinline__ void copy_weights(const ImplicitArgs& args, int vecto
   }
 }
 
-// What of all k some product reads: zeros behind the last vector, to whole products' k.
+// Vectors of k that products read: rounded up to a product's k, with zeros behind the last one.
 __device__ __forceinline__ int filled_vectors(const ImplicitArgs& args) {
   return (args.vectors + 1) / 2 * 2;
 }
 
-// To where the block keeps them. Arrive after ptx::copy_async_wait().
+// Copies the weights to where the block keeps them. Visible after ptx::copy_async_wait().
 template <class S>
 __device__ __forceinline__ void keep_weights(const ImplicitArgs& args, uint32_t shared) {
   const Part me = Part::self();
@@ -129,7 +129,7 @@ __device__ __forceinline__ void keep_weights(const ImplicitArgs& args, uint32_t 
   }
 }
 
-// Feeds what is next in the block's order: for each tile its steps of k, then its pieces.
+// Feeds the ring in the block's order: for each tile its steps of k, then its pieces.
 template <class S>
 struct Feeder {
   static constexpr int kNowhere = static_cast<int>(0x80008000);  // outside of any image
@@ -137,8 +137,8 @@ struct Feeder {
   const ImplicitArgs& args;
   int tile;
   int item = 0;  // of the tile
-  // Of the thread's rows: the pixel of the first tap, from x on, in vectors, and where it is in the
-  // image, row and column in 16 bits each.
+  // For each of the thread's rows: the offset of the first tap's pixel in x, in vectors, and its
+  // row and column in the image, in 16 bits each.
   int from[kThreadRows];
   int corner[S::kWindow ? kThreadRows : 1];
 
@@ -222,7 +222,7 @@ struct Feeder {
     }
   }
 
-  // To a slot that all warps are through with; nothing where there is no more.
+  // Copies the next item to a slot that all warps have released, if there is one.
   __device__ __forceinline__ void feed(uint32_t stage, uint32_t full) {
     if (tile >= args.tiles) return;
     if (item < args.steps) {
@@ -238,11 +238,11 @@ struct Feeder {
   }
 };
 
-// A thread's place in the ring: the slot that its warp reads next.
+// A thread's position in the ring: the slot that its warp reads next.
 template <class S>
 struct Ring {
   const ImplicitArgs& args;
-  uint32_t shared;  // where the block's memory begins: with the barriers, full and then empty
+  uint32_t shared;  // the block's shared memory, which begins with the barriers: full, then empty
   Feeder<S> feeder;
   int slot = 0;
   uint32_t phase = 0;
@@ -253,7 +253,7 @@ struct Ring {
     return shared + args.ring_at + of * args.stage_bytes;
   }
 
-  // By one thread; the others see it after a barrier.
+  // Called by one thread; needs a barrier before the others use the ring.
   __device__ __forceinline__ void begin() const {
     for (int i = 0; i < args.stages; ++i) {
       ptx::mbarrier_init(full(i), kImplicitThreads);
@@ -277,7 +277,8 @@ struct Ring {
     }
   }
 
-  // The warp has read its slot; and the slot before it, which all others will have read, is fed.
+  // The warp has read its slot: releases it, waits until all warps have released the previous one,
+  // and refills that.
   __device__ __forceinline__ void pass() {
     __syncwarp();
     if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(empty(slot));

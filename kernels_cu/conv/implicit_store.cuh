@@ -1,4 +1,4 @@
-// Of the implicit gemm (implicit.cuh): from a warp's sums through the epilogue to memory.
+// The implicit gemm (implicit.cuh): from a warp's sums through the epilogue to global memory.
 #pragma once
 
 #include <utility>
@@ -10,23 +10,23 @@
 namespace fx_fuser::implicit {
 
 constexpr int kLanePixels = 4;  // eight rows of the tile apart
-constexpr int kQuad = 4;        // channels whose values are made at once
+constexpr int kQuad = 4;        // channels that are computed at once
 
-// d[2r + i] of tile t, 16 pixels m: row 16m + 8r + lane / 4 of the warp's, and of a group of
-// columns channel 2 tiles (lane % 4) + 2t + i.
+// d[m][t][2r + i] is the warp's row 16m + 8r + lane / 4 and, in a group of columns, channel
+// 2 tiles (lane % 4) + 2t + i.
 template <class S>
 using Sums = float[2][S::kTiles][4];
 
-// What a lane has of a group: pixels row, row + 8..., for each as many neighbouring channels as two
-// in each of its tiles.
+// A lane's results in a group: pixels row, row + 8...; for each, kRun neighbouring channels, two
+// from each of its tiles.
 template <class S, int kGroup>
 struct Lane {
   static constexpr int kTiles = S::tiles_of(kGroup);
   static constexpr int kRun = 2 * kTiles;
   static constexpr int kQuads = kRun / kQuad;
   int row;     // of the tile
-  int column;  // of the tile, and of the group:
-  int inside;
+  int column;  // of the tile
+  int inside;  // the column in the group
 
   static __device__ __forceinline__ Lane self() {
     const int thread = static_cast<int>(ptx::thread_index());
@@ -35,14 +35,14 @@ struct Lane {
     return {warp / 2 * 8 * kLanePixels + thread % 32 / 4, kGroup * kImplicitGroupColumns + inside,
             inside};
   }
-  // The first column of the group that the warp has.
+  // The warp's first column in the group.
   static __device__ __forceinline__ int warp_column() {
     return kGroup * kImplicitGroupColumns +
            static_cast<int>(ptx::thread_index()) / 32 % 2 * 8 * kTiles;
   }
 };
 
-// The results of a lane's pixels, 16 bytes at once where the tensor has such vectors.
+// The results of a lane's pixels, stored in 16-byte vectors if the tensor allows it.
 template <class S, int kGroup, class T>
 struct Results {
   using L = Lane<S, kGroup>;
@@ -82,7 +82,7 @@ struct Results {
   }
 };
 
-// The convolution itself.
+// Stores the convolution itself.
 template <class S, int kGroup>
 __device__ __forceinline__ void store_sums(const ImplicitArgs& args, int tile, const Sums<S>& sum) {
   using L = Lane<S, kGroup>;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void store_sums(const ImplicitArgs& args, int tile, c
   results.store(args, tile, args.c, args.c_takes_vectors);
 }
 
-// A leaf is one number a channel, and as fp32 in shared memory: [leaf][column]. Of channels that do
-// not exist, the last one's.
+// Copies a leaf, one number per channel, to shared memory as fp32: [leaf][column]. Channels beyond
+// the last get the last one's value.
 template <class S, int kLeaf, class T>
 __device__ __forceinline__ void stage_leaf(const ImplicitArgs& args, float* leaves) {
   if constexpr (kLeaf < S::kLeaves) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void stage_leaf(const ImplicitArgs& args, float* leav
 template <class S, class Epilogue, int kScalars, class Operands, class... In>
 struct Tail;
 
-// The epilogue. Operands behind the leaves differ from pixel to pixel.
+// The epilogue. Operands after the leaves vary by pixel.
 template <class S, class Epilogue, int kScalars, size_t... kOperand, class... In>
 struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
@@ -139,7 +139,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
     (stage_leaf<S, kOperand, In>(args, to), ...);
   }
 
-  // Waits for the operand's pieces of the group, which come next in the ring; at: where the lane's
+  // Waits for the operand's pieces of the group, which are next in the ring. at: where the lane's
   // elements of its first pixel begin.
   template <int kGroup, int kIndex, class T>
   __device__ __forceinline__ void find_piece(const Ring<S>& ring, int& slot, uint32_t& phase,
@@ -161,7 +161,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
     }
   }
 
-  // Quad `quad` of the lane's channels, of pixels from `first` on.
+  // Loads quad `quad` of the lane's channels, for pixels from `first` on.
   template <int kGroup, int kIndex, class T>
   __device__ __forceinline__ void load(int tile, int quad, int first, uint32_t at,
                                        Vectors (&vectors)[kAtOnce]) const {
@@ -169,8 +169,8 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
       using L = Lane<S, kGroup>;
       const ImplicitOperand& operand = args.operand[kIndex];
       if (operand.mode == ImplicitMode::kRing) {
-        // A lane's elements of a pixel are 8, 16 or 32 bytes: the second quad of four bytes is in
-        // the vector beside the first's.
+        // A lane has 8, 16 or 32 bytes of a pixel: the second quad of 4-byte elements is in the
+        // vector next to the first's.
         const uint32_t from = sizeof(T) == 4 ? at ^ quad * 16 : at + quad * kQuad * sizeof(T);
 #pragma unroll
         for (int p = 0; p < kAtOnce; ++p) {
@@ -209,7 +209,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
       const uint2 both = ptx::load_shared_pair(from);
       to.word[0] = both.x;
       to.word[1] = both.y;
-    }  // others do not come through the ring
+    }  // other sizes do not use the ring
   }
 
   template <int kGroup>
@@ -259,7 +259,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
     results.store(args, tile, args.out, args.out_takes_vectors);
   }
 
-  // All of the warp's groups, and the pieces of each out of the ring.
+  // The epilogue of all of the warp's groups; releases each group's pieces from the ring.
   template <int kGroup = 0>
   __device__ __forceinline__ void finish(Ring<S>& ring, int tile, const Sums<S>& sum) const {
     uint32_t at[kSlots];

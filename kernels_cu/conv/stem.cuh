@@ -1,19 +1,18 @@
 // out = epilogue(conv2d(x, weight, stride), operands, scalars) for an input of at most four
-// channels, as the first layer of a network has: on tensor cores, by `mma.sync`, in bf16 and fp16
-// and in fp32 as TF32.
+// channels, as in the first layer of a network, by `mma.sync`: bf16, fp16, and fp32 as TF32.
 //
-// What tiles, patches and groups are: stem_args.h. The bytes decide the time of such a layer, and
-// nearly all are the result's. Persistent blocks keep the weights, and the operands, which are one
-// number a channel, in shared memory; there are two patches, and while one's products run the
-// next tile's is copied. Sums go through the epilogue and from registers to memory: tiles' channels
-// are numbered so that a lane has whole vectors of a pixel. Where the result's columns are
-// innermost, the weights are the products' first operand and the pixels their second, so that a
-// lane's sums are neighbours in a row.
+// stem_args.h defines tiles, patches and groups. Such a layer is bandwidth-bound, and nearly all of
+// its bytes are the result's. Blocks are persistent and keep the weights and the operands, one
+// number per channel, in shared memory. Patches are double-buffered: while one's products run, the
+// next tile's is copied. Results are stored straight from registers: tiles' channels are permuted
+// so that a lane has whole vectors of a pixel. If the result's columns are innermost, the weights
+// are the products' first operand and the pixels their second, so that a lane's sums are neighbours
+// in a row.
 //
-// Elements of an eight that are not the filter's are set to zero on the way to the products, as
-// their weights are: else an infinity beside the filter would make a NaN.
+// Elements of an eight that do not belong to the filter are masked to zero ahead of the products,
+// as their weights are: else an infinity next to the filter's window would make a NaN.
 //
-// Below this file: stem_store.cuh, on stem_load.cuh.
+// Layers below this file: stem_store.cuh, stem_load.cuh.
 #pragma once
 
 #include <utility>
@@ -22,8 +21,8 @@
 
 namespace fx_fuser::stem {
 
-// d[16 x 8] += a b of one warp, where the second half of k, in 16 bits eight more, is `whole` or
-// absent. a: rows of lane / 4 and eight more, first the first half's two; b: columns of lane / 4.
+// d[16 x 8] += a b by one warp. In 16 bits kWhole tells whether there is a second half of k, eight
+// more. a: rows lane / 4 and lane / 4 + 8, first for the first half; b: column lane / 4.
 template <class X, bool kWhole>
 __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                          uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -44,7 +43,7 @@ struct Pair {
   uint32_t word[kWords];
 };
 
-// Which of the lane's elements of each eight are the filter's, all bits or none.
+// A mask per eight: all bits of the lane's elements that belong to the filter, none of the others.
 template <class S>
 struct Masks {
   Pair<S> of[S::kEights];
@@ -94,7 +93,7 @@ __device__ __forceinline__ void multiply_step(const typename S::X* from, const u
                                               const Masks<S>& masks, Sums<S>& sum) {
   using X = typename S::X;
   constexpr bool kWhole = !S::kIs16Bit || 2 * kStep + 1 < S::kAllEights;
-  // A step's loads ahead of those of the next: all at once would need more registers than are.
+  // Keeps a step's loads ahead of the next one's: all at once would need too many registers.
   asm volatile("" ::: "memory");
   uint4 weight[S::kTiles / 2];  // both halves of k, of two tiles
 #pragma unroll
@@ -136,7 +135,8 @@ __device__ __forceinline__ void multiply_step(const typename S::X* from, const u
   }
 }
 
-// One number a channel, in fp32; of channels that do not exist, the last one's.
+// Copies an operand, one number per channel, to shared memory in fp32. Channels beyond the last get
+// the last one's value.
 template <class S, int kOperand, class T>
 __device__ __forceinline__ void stage_operand(const StemArgs& args, int first_output,
                                               float* staged) {
@@ -249,7 +249,7 @@ constexpr int resident() {
   }
 
 // FX_FUSER_STEM(channels, kernel height, kernel width, stride, output channels, Epilogue, scalars,
-// Acc, Out, X, operands...): results with channels innermost, and with columns.
+// Acc, Out, X, operands...): one kernel for results with channels innermost, one for columns.
 #define FX_FUSER_STEM(...)                                             \
   FX_FUSER_STEM_KERNEL(fx_fuser_stem_channels_last, true, __VA_ARGS__) \
   FX_FUSER_STEM_KERNEL(fx_fuser_stem_contiguous, false, __VA_ARGS__)

@@ -1,11 +1,12 @@
-// What the host tells the kernels of stem.cuh, and how a stem is divided: both sides ask
-// stem_geometry.
+// Arguments of the kernels of stem.cuh, and how a stem (a net's first convolution) is divided. Host
+// and device both call stem_geometry.
 //
-// A *tile* is 16 columns by some rows of the result, and the *patch* of x that these read. A warp
-// makes some of a tile's rows, 16 positions each, for a *group* of output channels at once, in
-// matrix products of 16 × 8. A patch's rows lie in shared memory with their channels innermost, so
-// a filter row is adjacent elements there, and the products' k runs over filter rows in *eights* of
-// elements. The last eight of a row reads on into the next pixel: those elements count nothing.
+// A *tile* is 16 columns by some rows of the result; its *patch* is the part of x that it reads. A
+// warp computes some of a tile's rows, 16 positions each, for a *group* of output channels at once,
+// by mma of 16 × 8. A patch's rows are in shared memory with their channels innermost, so that a
+// filter row is a sequence of adjacent elements, and the products' k runs over filter rows in
+// *eights* of elements. The last eight of a row reads on into the next pixel; those elements are
+// ignored.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +17,14 @@ namespace fx_fuser {
 
 constexpr int kStemWarps = 4;
 constexpr int kStemThreads = 32 * kStemWarps;
-constexpr int kStemColumns = 16;  // of a tile
+constexpr int kStemColumns = 16;  // per tile
 constexpr int kStemMaxChannels = 4;
 constexpr int kStemMaxKernel = 7;
 constexpr int kStemMaxStride = 4;
 constexpr int kStemMaxOperands = kMaxInputs - 1;
-constexpr int kStemShared = 99 << 10;      // bytes that a block can have on each GPU from sm_80 on
-constexpr int kStemPatches = 40 << 10;     // bytes of both patches, where a tile can be smaller
-constexpr int64_t kStemHighest = 1 << 30;  // of what has 32 bits
+constexpr int kStemShared = 99 << 10;      // bytes that a block can have on every GPU from sm_80 on
+constexpr int kStemPatches = 40 << 10;     // bytes of both patches, unless the tile is minimal
+constexpr int64_t kStemHighest = 1 << 30;  // bound of 32-bit indices
 
 // What a kernel is compiled for.
 struct StemShape {
@@ -35,19 +36,19 @@ struct StemShape {
 };
 
 struct StemGeometry {
-  int vector;  // elements of x that are copied at once
-  int eights;  // of a filter row
-  int steps;   // of the products: two eights each in 16 bits, one in fp32
-  int tiles;   // of 8 output channels, in a group
-  int groups;  // of a block, which has the weights of all of them
-  int parts;   // blocks with other groups, for each tile of the result
+  int vector;  // elements of x per copy
+  int eights;  // per filter row
+  int steps;   // of k: two eights each in 16 bits, one in fp32
+  int tiles;   // of 8 output channels, per group
+  int groups;  // per block, which has the weights of all of them
+  int parts;   // blocks per tile of the result, with different groups
   int warp_rows;
   int patch_rows;
   int patch_columns;
   int pitch;         // elements between the patch's rows
-  int weight_words;  // of a group
+  int weight_words;  // per group
   int shared_bytes;
-  int resident;  // blocks that a multiprocessor has registers for
+  int resident;  // blocks for which a multiprocessor has registers
 
   constexpr int rows() const { return kStemWarps * warp_rows; }
   constexpr int patch() const { return patch_rows * pitch; }
@@ -55,8 +56,8 @@ struct StemGeometry {
   constexpr int block_channels() const { return groups * group_channels(); }
 };
 
-// Is there a kernel for it? A lane reads pairs of elements: an odd number of elements between two
-// positions would begin some of them in the middle of a word.
+// Whether there is a kernel for the shape. A lane reads pairs of elements: with an odd number of
+// elements between two positions, some pairs would begin in the middle of a word.
 constexpr bool stem_takes(const StemShape& shape) {
   return shape.channels >= 1 && shape.channels <= kStemMaxChannels && shape.kernel_h >= 1 &&
          shape.kernel_h <= kStemMaxKernel && shape.kernel_w >= 1 &&
@@ -72,7 +73,7 @@ constexpr StemGeometry stem_divided(const StemShape& shape, int x_bytes, int ope
   made.tiles = tiles;
   made.warp_rows = warp_rows;
   made.vector = 16 / x_bytes;
-  // Rows of an odd number of channels may begin in the middle of a word.
+  // With an odd number of channels, rows may begin in the middle of a word.
   made.eights = stem_ceil_div(shape.kernel_w * shape.channels + shape.channels % 2, 8);
   const int all_eights = shape.kernel_h * made.eights;
   made.steps = x_bytes == 2 ? stem_ceil_div(all_eights, 2) : all_eights;
@@ -88,20 +89,20 @@ constexpr StemGeometry stem_divided(const StemShape& shape, int x_bytes, int ope
   made.parts = stem_ceil_div(all_groups, room);
   made.groups = stem_ceil_div(all_groups, made.parts);
   made.shared_bytes = patches + made.groups * of_group;
-  const int sums = 4 * tiles * warp_rows;  // of a thread, whose other registers are twice in fp32
+  const int sums = 4 * tiles * warp_rows;  // per thread; its other registers double in fp32
   made.resident = sums > 64 ? 2 : x_bytes == 4 && sums > 32 ? 3 : 4;
   return made;
 }
 
-// Of a shape that stem_takes.
+// For a shape that stem_takes.
 constexpr StemGeometry stem_geometry(const StemShape& shape, int x_bytes, int operands) {
   int tiles = 8;
-  // A group costs its products, and about two tiles' worth of reading pixels.
+  // A group costs its products, plus about two tiles' worth of time to read pixels.
   const auto cost = [&](int n) { return stem_ceil_div(shape.outputs, 8 * n) * (n + 2); };
   for (int n = 6; n >= 2; n -= 2) {
     if (cost(n) < cost(tiles)) tiles = n;
   }
-  // Of fp32 a thread has twice the pixels and weights, beside its sums.
+  // In fp32 a thread has twice the pixels and weights, in addition to its sums.
   int warp_rows = x_bytes == 4 && tiles > 2 ? 2 : 4;
   while (warp_rows > 1 &&
          2 * stem_divided(shape, x_bytes, operands, tiles, warp_rows).patch() * x_bytes >
@@ -119,10 +120,10 @@ struct StemArgs {
   const void* x;       // [n, c, h, w], any strides
   const void* weight;  // [o, c, kernel_h, kernel_w], any strides
   void* out;           // [n, o, out_h, out_w], dense; or null
-  void* c;             // the convolution by itself, likewise, of x's type; or null
+  void* c;             // the convolution itself, likewise, of x's type; or null
   int64_t x_stride[4];
   int64_t weight_stride[4];
-  Strided<1> operand[kStemMaxOperands];  // of channels
+  Strided<1> operand[kStemMaxOperands];  // [o]
   float scalar[kMaxScalars];
   int32_t h;
   int32_t w;
@@ -133,9 +134,9 @@ struct StemArgs {
   int32_t tiles_x;
   int32_t tiles_y;
   int32_t tiles;           // of all samples
-  int32_t delta;           // elements of a patch's row ahead of its first pixel
+  int32_t delta;           // elements in a patch's row ahead of its first pixel
   bool copies_vectors;     // x's rows are dense, channels innermost, and whole vectors
-  bool out_takes_vectors;  // rows of it, or pixels where channels are innermost
+  bool out_takes_vectors;  // its rows, or its pixels if channels are innermost
   bool c_takes_vectors;
 };
 

@@ -1,5 +1,5 @@
-// Of the stems' kernels: from memory to shared memory. The patch of a tile, zeros outside x, and
-// the weights in the products' order.
+// The stem kernels (stem.cuh): loads to shared memory. A tile's patch, with zeros outside x, and
+// the weights in the order of the products.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 
 namespace fx_fuser::stem {
 
-// For epilogues with which a kernel spills otherwise: fx_fuser/native/jobs.py.
+// For epilogues with which a kernel would spill: see fx_fuser/native/jobs.py.
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr bool kFewRegisters = true;
 #else
@@ -30,7 +30,7 @@ struct Shape {
   static constexpr int kOutputs = kO;
   static constexpr int kStride = kS;
   static constexpr int kHeight = kKernelH;
-  static constexpr int kRow = kKernelW * kC;  // elements of a filter row
+  static constexpr int kRow = kKernelW * kC;  // elements per filter row
   static constexpr int kMaxLead = kC % 2;
   static constexpr StemShape kShape{kC, kKernelH, kKernelW, kS, kO};
   static_assert(stem_takes(kShape) && kIn <= kStemMaxOperands);
@@ -51,10 +51,10 @@ struct Shape {
   static constexpr int kPatchColumns = kGeometry.patch_columns;
   static constexpr int kPitch = kGeometry.pitch;
   static constexpr int kPatch = kGeometry.patch();
-  // Tiles of which a lane's channels are neighbours: those of a pixel fill 16 bytes then.
+  // Tiles in which a lane's channels are neighbours, so that a pixel's fill 16 bytes.
   static constexpr int kTogether = sizeof(Out) == 2 && !kFewRegisters ? 4 : 2;
 
-  // The channel in row or column `n` of tile `tile`.
+  // The channel of row or column `n` of tile `tile`.
   static __device__ __forceinline__ int channel_of(int tile, int n) {
     if constexpr (!kLast) return 8 * tile + n;
     const int first = tile / kTogether * kTogether;
@@ -64,8 +64,8 @@ struct Shape {
 };
 
 struct Place {
-  int sample;  // and of the result:
-  int row;
+  int sample;
+  int row;  // of the result
   int column;
 };
 
@@ -77,11 +77,11 @@ __device__ __forceinline__ Place place_of(const StemArgs& args, int tile) {
           (tile - across * args.tiles_x) * kStemColumns};
 }
 
-__device__ __forceinline__ bool is_below(int value, int limit) {  // and not negative
+__device__ __forceinline__ bool is_below(int value, int limit) {  // false if negative
   return static_cast<uint32_t>(value) < static_cast<uint32_t>(limit);
 }
 
-// A thread rounds what it has copied itself: both go by the same loop.
+// Copying and rounding use the same loop, so that a thread rounds what it has copied itself.
 template <class S, class Visit>
 __device__ __forceinline__ void for_each_vector(Visit visit) {
   constexpr int kInRow = S::kPitch / S::kVector;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void for_each_pixel(Visit visit) {
   }
 }
 
-// Arrives after ptx::copy_async_wait().
+// Copies a tile's patch. Visible after ptx::copy_async_wait().
 template <class S>
 __device__ __forceinline__ void load_patch(const StemArgs& args, const Place& place,
                                            typename S::X* patch) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void load_patch(const StemArgs& args, const Place& pl
   });
 }
 
-// In fp32: what this thread has copied becomes TF32.
+// In fp32: rounds what this thread has copied to TF32.
 template <class S>
 __device__ __forceinline__ void round_patch(const StemArgs& args, typename S::X* patch) {
   if constexpr (!S::kIs16Bit) {
@@ -167,9 +167,9 @@ __device__ __forceinline__ void round_patch(const StemArgs& args, typename S::X*
   }
 }
 
-// Of output channels from `first_output` on, as lanes read them: [group][step][pair of tiles][lane]
-// of four words, the halves of the step's k for the first tile, then for the second.
-// `lead`: elements of a row's first eight that are ahead of the filter's.
+// Fills in the weights of output channels from `first_output` on, as lanes read them:
+// [group][step][pair of tiles][lane] of four words, both halves of the step's k for the first tile,
+// then for the second. `lead`: elements in a row's first eight that are ahead of the filter's.
 template <class S>
 __device__ __forceinline__ void fill_weights(const StemArgs& args, int first_output, int lead,
                                              uint32_t* weights) {

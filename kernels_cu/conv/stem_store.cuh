@@ -1,5 +1,5 @@
-// Of the stems' kernels: from a warp's sums to memory, through an epilogue whose operands are a
-// channel's.
+// The stem kernels (stem.cuh): from a warp's sums through an epilogue with per-channel operands to
+// global memory.
 #pragma once
 
 #include "common/epilogue_math.cuh"
@@ -8,7 +8,7 @@
 
 namespace fx_fuser::stem {
 
-// What is stored where the convolution itself is wanted.
+// Stores the convolution itself, without an epilogue.
 struct Sum {
   static constexpr int kOperands = 0;
   template <int kSlots>
@@ -36,7 +36,7 @@ struct Tail {
   }
 };
 
-// kRun neighbours: at once where `whole`, else as many as are `present`.
+// Stores kRun neighbours: in vectors if `whole`, else the `present` ones element by element.
 template <class T, int kRun>
 __device__ __forceinline__ void store_run(T* to, const float (&value)[kRun], bool whole,
                                           int present) {
@@ -55,7 +55,8 @@ __device__ __forceinline__ void store_run(T* to, const float (&value)[kRun], boo
   }
 }
 
-// Where a warp's sums of one group go. `staged`: the group's operands, [operand][kBlockChannels].
+// The destination of a warp's sums of one group. `staged`: the group's operands,
+// [operand][kBlockChannels].
 template <class T>
 struct Target {
   T* to;
@@ -70,7 +71,7 @@ struct Target {
 template <class S>
 using Sums = float[S::kWarpRows][S::kTiles][4];
 
-// A result with its channels innermost, tiles from kFirst on: sum 2s + i of a tile is pixel
+// Stores a result with channels innermost, tiles from kFirst on: sum 2s + i of a tile is pixel
 // 8s + lane / 4, channel 2 (lane % 4) + i.
 template <class S, int kFirst = 0, class T, class Apply>
 __device__ __forceinline__ void store_pixels(const StemArgs& args, const Target<T>& target,
@@ -118,7 +119,8 @@ __device__ __forceinline__ void store_pixels(const StemArgs& args, const Target<
   }
 }
 
-// Two columns' values of each segment of eight in one row, `present` of the row's columns.
+// Stores two columns of each of two segments of eight in one row; `present` of the row's columns
+// exist.
 template <class T>
 __device__ __forceinline__ void store_columns(T* to, const float (&value)[2][2], bool whole,
                                               int present) {
@@ -141,8 +143,8 @@ __device__ __forceinline__ void store_columns(T* to, const float (&value)[2][2],
       }
     }
   } else {
-    // An even lane takes the first segment's columns of itself and the next, an odd one the
-    // second's.
+    // An even lane stores the first segment's columns of itself and the next lane, an odd one the
+    // second segment's.
     const uint32_t word[2] = {pack<T>(value[0]).word[0], pack<T>(value[1]).word[0]};
     const bool is_odd = t % 2;
     const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, is_odd ? word[0] : word[1], 1);
@@ -154,7 +156,7 @@ __device__ __forceinline__ void store_columns(T* to, const float (&value)[2][2],
   }
 }
 
-// A result with its columns innermost: sum 2r + i of tile s * kTiles / 2 + j is channel
+// Stores a result with columns innermost: sum 2r + i of tile s * kTiles / 2 + j is channel
 // 16j + 8r + lane / 4, column 8s + 2 (lane % 4) + i.
 template <class S, class T, class Apply>
 __device__ __forceinline__ void store_rows(const StemArgs& args, const Target<T>& target,

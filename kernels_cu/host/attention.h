@@ -1,5 +1,5 @@
-// Attention as graphs call it: results as torch has them. fx_fuser/ops/attention_split.py and
-// attention_bias.py say what the arguments mean.
+// Attention as graphs call it: allocates results with torch's layouts and calls the kernels.
+// fx_fuser/ops/attention_split.py and attention_bias.py document the arguments.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 namespace fx_fuser {
 namespace {
 
-// The kernels of this name; loaded if they were not, null where they do not load.
+// The kernels of this name. Loads them on first use; null if that fails.
 template <class Kernels>
 const Kernels* attention_kernels(const std::string& name, const Tensor& q) {
   require_cuda(q, "q");
@@ -30,7 +30,8 @@ const Kernels* attention_kernels(const std::string& name, const Tensor& q) {
   return registry<Kernels>().find(name, device);
 }
 
-// [batch, head, row, element] of q's batches, heads and elements; in memory rows come before heads.
+// A tensor [batch, head, row, element] with q's batches, heads and elements; its memory order is
+// [batch, row, head, element].
 Tensor new_heads(const Tensor& q, int64_t rows) {
   const int64_t heads = q.size(1);
   const int64_t d = q.size(3);
@@ -39,7 +40,7 @@ Tensor new_heads(const Tensor& q, int64_t rows) {
   return new_strided(q, sizes.data(), strides.data(), sizes.size(), q.scalar_type());
 }
 
-// out and, if it is to be saved, lse. Nothing where the kernel does not take these tensors.
+// out and, if `save`, lse. std::nullopt if the kernel does not support these tensors.
 std::optional<Made> make_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const std::string& kernel, double scale, bool is_causal,
                                    bool save, const std::optional<Tensor>& seed, double dropout) {
@@ -57,7 +58,7 @@ std::optional<Made> make_attention(const Tensor& q, const Tensor& k, const Tenso
   return Made(out, lse);
 }
 
-// dq, and dk and dv of each query head, likewise.
+// dq, and dk and dv per query head. std::nullopt if the kernel does not support these tensors.
 std::optional<Made> make_attention_backward(const Tensor& d_out, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& out, const Tensor& lse,
                                             const std::string& kernel, double scale, bool is_causal,
@@ -94,11 +95,11 @@ std::optional<Made> make_attention_bias(const Tensor& q, const Tensor& k, const 
   return Made(out, lse);
 }
 
-// Of the gradient of a bias.
-constexpr int64_t kOfBiasSummed = 1;  // over what shares it
-constexpr int64_t kOfBiasWhole = 2;
+// Forms of a bias's gradient.
+constexpr int64_t kOfBiasSummed = 1;  // summed over the batches and heads that share the bias
+constexpr int64_t kOfBiasWhole = 2;   // of every batch and head
 
-// Whole, it has torch's layout: rows to a multiple of 16.
+// A whole gradient has torch's layout: rows padded to a multiple of 16.
 Tensor new_bias_gradient(const Tensor& q, const Tensor& bias, int64_t of_bias) {
   constexpr int64_t kPitch = 16;
   const bool whole = of_bias == kOfBiasWhole;

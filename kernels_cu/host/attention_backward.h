@@ -1,4 +1,4 @@
-// Backward of attention of fp32 operands by fp16 halves: which tensors, maps, launches.
+// Backward of attention with fp32 operands split into fp16 halves: checks, tensor maps, launches.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ struct AttentionBackwardKernels {
   Kernel delta;
   Kernel d_queries;
   Kernel d_keys;
-  Kernel d_values;  // of a shape in which they are apart
+  Kernel d_values;  // only if the shape computes dv in a pass of its own
   AttentionBackwardShape shape;
   bool drops;
   int64_t multiprocessors;
@@ -27,7 +27,7 @@ int64_t load_attention_backward(const Sources& from) {
   types.check_operands(0);
   const int shape = types.sizes[0];
   STD_TORCH_CHECK(shape >= 0 && shape < kAttentionBackwardShapeCount,
-                  "fx_fuser: there is no shape ", shape, " of attention's backward by halves");
+                  "fx_fuser: the split attention backward has no shape ", shape);
   auto kernels = std::make_unique<AttentionBackwardKernels>();
   kernels->shape = kAttentionBackwardShapes[shape];
   kernels->drops = types.sizes[1] != 0;
@@ -44,12 +44,12 @@ int64_t load_attention_backward(const Sources& from) {
 }
 const AddLoader kAttentionBackwardLoader("attention_backward", load_attention_backward);
 
-// Rows of `of_queries` that a head has.
+// Rows per head of `of_queries`.
 int64_t padded_queries(const Tensor& q) {
   return ceil_div(q.size(2), kAttentionQueriesPadded) * kAttentionQueriesPadded;
 }
 
-// One call's tensors. d_k and d_v: of each query head.
+// One call's tensors. d_k and d_v are per query head.
 struct AttentionGradients {
   const Tensor& q;
   const Tensor& k;
@@ -76,7 +76,7 @@ struct AttentionGradients {
                 d_v.sizes().equals(d_k.sizes());
     const int64_t wanted[] = {q.size(0), q.size(1), k.size(2), k.size(3)};
     for (int64_t d = 0; d < 4; ++d) fits = fits && d_k.size(d) == wanted[d];
-    STD_TORCH_CHECK(fits, "fx_fuser: gradients of attention are not of its tensors' sizes");
+    STD_TORCH_CHECK(fits, "fx_fuser: attention's gradients do not have the sizes of its tensors");
     require_cuda(of_queries, "of_queries");
     STD_TORCH_CHECK(of_queries.is_contiguous() && of_queries.scalar_type() == ScalarType::Float &&
                         of_queries.numel() == all_heads() * padded() * kAttentionQueryFloats,
@@ -93,7 +93,7 @@ struct AttentionGradients {
     for (const Tensor* tensor : {&q, &k, &v, &out, &d_out, &d_q, &d_k, &d_v}) {
       if (!has_aligned_heads(*tensor)) return false;
     }
-    // of_queries is counted in 32 bits, and so are units.
+    // Rows of of_queries and units are counted in 32 bits.
     return std::max(q.size(2), k.size(2)) <= kHighest && all_heads() <= kHighest / padded() &&
            all_heads() <= kHighest / ceil_div(k.size(2), shape.tiles.rows());
   }
@@ -122,7 +122,7 @@ struct AttentionGradients {
     return args;
   }
 
-  // Of a pass whose rows are queries, or keys.
+  // The arguments of the pass over rows of queries, or over rows of keys.
   AttentionBackwardArgs pass_args(const AttentionBackwardShape& shape, const AttentionDropout& told,
                                   bool of_queries_rows) const {
     const Tensor& first = of_queries_rows ? q : k;
@@ -165,8 +165,8 @@ struct AttentionGradients {
   }
 };
 
-// The gradients of out, as run_attention_split made it and lse. of_queries: memory, of no meaning
-// before and after. False, and nothing is launched, where the kernels do not take these tensors.
+// The gradients, from out and lse as run_attention_split computed them. of_queries: a workspace.
+// Returns false, without a launch, if the kernels do not support these tensors.
 bool run_attention_backward(const AttentionBackwardKernels& kernels,
                             const AttentionGradients& call) {
   call.check();

@@ -1,4 +1,4 @@
-// Attention of 16-bit operands with a bias: which tensors, maps, launch.
+// Attention with 16-bit operands and a bias: checks, tensor maps, launch.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct AttentionBiasKernels {
   int64_t multiprocessors;
 };
 
-// A kernel's shape and type, as its signature has them.
+// A kernel's shape and type, from its signature.
 template <class Kernels>
 std::unique_ptr<Kernels> bias_kernels(const Sources& from) {
   const Signature types(from, 1);
@@ -46,8 +46,8 @@ int64_t load_attention_bias(const Sources& from) {
 }
 const AddLoader kAttentionBiasLoader("attention_bias", load_attention_bias);
 
-// May TMA bring boxes of it? expanded: its first dimensions that may be. The map has one line of
-// these.
+// True if TMA can load boxes of the tensor. expanded: how many leading dimensions may have stride
+// 0; the map has size 1 there.
 bool has_boxes(const Tensor& tensor, int64_t expanded = 0) {
   if (!is_aligned(tensor.data_ptr()) || stride_along(tensor, 3) != 1) return false;
   constexpr int64_t kVector = 8;
@@ -59,7 +59,7 @@ bool has_boxes(const Tensor& tensor, int64_t expanded = 0) {
   return true;
 }
 
-// What an expanded dimension has in memory.
+// A dimension's size in memory: 1 if it is expanded.
 int64_t size_in_memory(const Tensor& tensor, int64_t d) {
   return tensor.stride(d) == 0 ? 1 : tensor.size(d);
 }
@@ -71,7 +71,7 @@ TensorMap map_of_boxes(const Tensor& tensor) {
     sizes[d] = static_cast<uint64_t>(d < 2 ? tensor.size(3 - d) : size_in_memory(tensor, 3 - d));
   }
   for (int64_t d = 0; d < 3; ++d) {
-    // The stride of a single line is never used, but must be one that TMA takes.
+    // The stride of a single line is never used, but must be valid for TMA.
     const bool is_single = sizes[d + 1] == 1;
     strides[d] = is_single ? 16 : static_cast<uint64_t>(tensor.stride(2 - d)) * 2;
   }
@@ -91,7 +91,7 @@ void check_heads_of(ScalarType type,
   }
 }
 
-// What forward and backward read.
+// The inputs of forward and backward.
 struct AttentionBiasCall {
   const Tensor& q;
   const Tensor& k;
@@ -128,7 +128,7 @@ struct AttentionBiasCall {
         "the queries to a multiple of ", kLseRows);
   }
 
-  // others: whose rows are written, or read by vectors.
+  // others: tensors whose rows are written, or read in vectors.
   bool is_taken(int64_t d_of_shape, std::initializer_list<const Tensor*> others) const {
     const int64_t d = q.size(3);
     if (d > d_of_shape || d % 8 != 0 || q.size(2) == 0 || k.size(2) == 0 || !std::isfinite(scale)) {
@@ -147,7 +147,7 @@ struct AttentionBiasCall {
     return longest <= kHighest && all_heads() <= kHighest / (longest + kBiasQueriesPadded);
   }
 
-  // told: of dropout.
+  // told: dropout arguments.
   BiasAttentionArgs args(int64_t blocks, const AttentionDropout& told) const {
     BiasAttentionArgs args{};
     args.dropout = told;
@@ -169,14 +169,16 @@ struct AttentionBiasCall {
     return args;
   }
 
-  // Of blocks, which share what one of them brings of the bias: of two batches each.
+  // Blocks per cluster: two, of two batches, if batches share the bias, so that one block's load of
+  // a tile of the bias serves both.
   int cluster() const {
     return !alone && q.size(0) % 2 == 0 && size_in_memory(bias, 0) == 1 ? 2 : 1;
   }
 };
 
-// Units of one length go round. Where they differ, a multiprocessor takes the next one when it is
-// done: as a block of its own. A cluster has neighbouring units, whose number it divides.
+// Persistent blocks if all units take equally long. Causal units differ: one block each, so that an
+// SM starts the next one as soon as it is done. A cluster has neighbouring units; its size divides
+// their number.
 void launch_bias_pass(const Kernel& kernel, const BiasAttentionArgs& args, int shared_bytes,
                       int cluster, int64_t multiprocessors, int device) {
   LaunchOptions options;
@@ -187,16 +189,15 @@ void launch_bias_pass(const Kernel& kernel, const BiasAttentionArgs& args, int s
   launch(kernel, grid, kBiasThreads, current_stream(device), args, options);
 }
 
-// out = softmax(scale · q kᵀ + bias) v and, if asked for, lse = log(sum(exp(…))), infinity where it
-// has rows beyond the queries. Causal: query i sees keys 0...i. Where a query sees none, out is 0.
-// Dropout is of softmax's weights.
-// False, and nothing is launched, where the kernel does not take these tensors.
+// out = dropout(softmax(scale · q kᵀ + bias)) v and, if given, lse = log(sum(exp(…))), which is
+// infinity in rows beyond the queries. Causal: query i sees keys 0...i. For a query that sees no
+// key, out is 0. Returns false, without a launch, if the kernel does not support these tensors.
 bool run_attention_bias(const AttentionBiasKernels& kernels, const AttentionBiasCall& call,
                         const Tensor& out, const std::optional<Tensor>& lse) {
   call.check(kernels.type);
   check_heads_of(kernels.type, {{&out, "out"}});
   STD_TORCH_CHECK(out.sizes().equals(call.q.sizes()),
-                  "fx_fuser: attention's result is not of q's sizes");
+                  "fx_fuser: attention's result does not have q's sizes");
   const std::optional<AttentionDropout> told = told_of(call.dropout, kernels.shape.drops());
   if (!told) return false;
   if (lse) call.check_lse(*lse);

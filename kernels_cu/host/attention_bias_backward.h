@@ -1,4 +1,4 @@
-// Backward of attention of 16-bit operands with a bias: which tensors, maps, launches.
+// Backward of attention with 16-bit operands and a bias: checks, tensor maps, launches.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ int64_t load_attention_bias_backward(const Sources& from) {
 const AddLoader kAttentionBiasBackwardLoader("attention_bias_backward",
                                              load_attention_bias_backward);
 
-// Rows of `of_queries` that a head has.
+// Rows per head of `of_queries`.
 int64_t padded_bias_queries(const Tensor& q) {
   return ceil_div(q.size(2), kBiasQueriesPadded) * kBiasQueriesPadded;
 }
@@ -48,11 +48,12 @@ struct AttentionBiasGradients {
   const Tensor& out;
   const Tensor& lse;
   const Tensor& d_out;
-  const Tensor& of_queries;  // memory, of no meaning before and after
+  const Tensor& of_queries;  // workspace
   const Tensor& d_q;
   const Tensor& d_k;
   const Tensor& d_v;
-  const std::optional<Tensor>& d_bias;  // of all batches and heads, or 1 where they share the bias
+  const std::optional<Tensor>&
+      d_bias;  // all batches and heads, or size 1 where they share the bias
   AttentionDropout told{};
 
   void check(ScalarType type) const {
@@ -64,7 +65,7 @@ struct AttentionBiasGradients {
     STD_TORCH_CHECK(out.sizes().equals(like_q) && d_out.sizes().equals(like_q) &&
                         d_q.sizes().equals(like_q) && d_k.sizes().equals(call.k.sizes()) &&
                         d_v.sizes().equals(call.k.sizes()),
-                    "fx_fuser: gradients of attention are not of its tensors' sizes");
+                    "fx_fuser: attention's gradients do not have the sizes of its tensors");
     require_cuda(of_queries, "of_queries");
     STD_TORCH_CHECK(of_queries.is_contiguous() && of_queries.scalar_type() == ScalarType::Float &&
                         of_queries.numel() == call.all_heads() * padded_bias_queries(call.q) * 2,
@@ -87,11 +88,11 @@ struct AttentionBiasGradients {
            is_aligned(of_queries.data_ptr()) && units_of_bias(shape) <= kMostUnits;
   }
   static constexpr int64_t kMostUnits = std::numeric_limits<int32_t>::max() - (1 << 16);
-  // Of two tiles of keys, which share q and dO.
+  // Blocks per cluster: two neighbouring tiles of keys share q and dO.
   int cluster_of_bias(const BiasShape& shape) const {
     return !call.alone && call.k.size(2) > shape.d_bias.columns ? 2 : 1;
   }
-  // Of keys; where their number is odd, one more, which has none.
+  // Tiles of keys, rounded up to whole clusters; an added tile has no keys.
   int64_t tiles_of_bias(const BiasShape& shape) const {
     const int cluster = cluster_of_bias(shape);
     return ceil_div(call.k.size(2), int64_t{shape.d_bias.columns} * cluster) * cluster;
@@ -121,7 +122,7 @@ struct AttentionBiasGradients {
     return args;
   }
 
-  // of_queries: how many of them a box has.
+  // of_queries: queries per TMA box.
   BiasAttentionArgs pass_args(int64_t rows, int of_queries) const {
     BiasAttentionArgs args = call.args(ceil_div(rows, kBiasRows), told);
     args.d_out = map_of_boxes(d_out);
@@ -161,8 +162,9 @@ struct AttentionBiasGradients {
   }
 };
 
-// The gradients of out, as run_attention_bias made it and lse. Where a query sees no key, it adds
-// nothing. False, and nothing is launched, where the kernels do not take these tensors.
+// The gradients, from out and lse as run_attention_bias computed them. A query that sees no key
+// contributes nothing. Returns false, without a launch, if the kernels do not support these
+// tensors.
 bool run_attention_bias_backward(const AttentionBiasBackwardKernels& kernels,
                                  AttentionBiasGradients gradients) {
   gradients.check(kernels.type);

@@ -1,4 +1,4 @@
-// Attention of fp32 operands by fp16 halves: which tensors, maps, launch.
+// Attention with fp32 operands split into fp16 halves: checks, tensor maps, launch.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ int64_t load_attention_split(const Sources& from) {
   const Signature types(from, 2);
   types.check_operands(0);
   const int shape = types.sizes[0];
-  STD_TORCH_CHECK(shape >= 0 && shape < kAttentionShapeCount, "fx_fuser: there is no shape ", shape,
-                  " of attention by halves");
+  STD_TORCH_CHECK(shape >= 0 && shape < kAttentionShapeCount,
+                  "fx_fuser: the split attention kernel has no shape ", shape);
   auto kernels = std::make_unique<AttentionSplitKernels>();
   kernels->shape = kAttentionShapes[shape];
   kernels->drops = types.sizes[1] != 0;
@@ -39,7 +39,7 @@ int64_t load_attention_split(const Sources& from) {
 }
 const AddLoader kAttentionSplitLoader("attention_split", load_attention_split);
 
-// [batch, head, row, element]: may 16-byte vectors be read from it and written to it?
+// tensor: [batch, head, row, element]. True if it can be read and written in 16-byte vectors.
 bool has_aligned_heads(const Tensor& tensor) {
   if (!is_aligned(tensor.data_ptr()) || stride_along(tensor, 3) != 1) return false;
   for (int64_t d = 0; d < 3; ++d) {
@@ -54,13 +54,13 @@ AttentionRows rows_of(const Tensor& tensor) {
           tensor.stride(2)};
 }
 
-// Elements as twice as many of 16 bits, since TMA copies bits.
+// The map declares each fp32 element as two of 16 bits: TMA only copies bits.
 TensorMap map_of_heads(const Tensor& tensor, const AttentionShape& shape) {
   std::array<uint64_t, 4> sizes{};
   std::array<uint64_t, 3> strides{};
   for (int64_t d = 0; d < 4; ++d) sizes[d] = static_cast<uint64_t>(tensor.size(3 - d));
   for (int64_t d = 0; d < 3; ++d) {
-    // The stride of a single row is never used, but must be one that TMA takes.
+    // The stride of a single row is never used, but must be valid for TMA.
     const bool is_single = tensor.size(2 - d) == 1;
     strides[d] = is_single ? 16 : static_cast<uint64_t>(tensor.stride(2 - d)) * sizeof(float);
   }
@@ -79,7 +79,7 @@ void check_heads(std::initializer_list<std::pair<const Tensor*, const char*>> te
   }
 }
 
-// torch's logarithms of sums have room for a multiple of so many queries.
+// torch pads the queries of lse to a multiple of this.
 constexpr int64_t kLseRows = 32;
 int64_t padded_lse(int64_t queries) { return ceil_div(queries, kLseRows) * kLseRows; }
 
@@ -102,19 +102,19 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
       "the queries to a multiple of ", kLseRows);
 }
 
-// Is it one that stays finite as float, times log2(e)?
+// True if the scale, times log2(e), is finite in float.
 bool is_attention_scale(double scale) { return scale > 0 && scale < 0x1p126; }
 
-// Dropout of weights: the share p of them that is dropped, by a seed in the GPU's memory.
+// Dropout of attention weights with probability p; the seed is in GPU memory.
 struct DropoutOfWeights {
   std::optional<Tensor> seed;
   double p = 0;
 };
 
-// What the kernels are told of it. Nothing where they cannot drop so few, or so many.
+// The kernels' dropout arguments; std::nullopt if p is too small or too large for their steps.
 std::optional<AttentionDropout> told_of(const DropoutOfWeights& given, bool drops) {
-  STD_TORCH_CHECK(drops == (given.p != 0), "fx_fuser: dropout of attention is ", given.p,
-                  ", which is not this kernel's");
+  STD_TORCH_CHECK(drops == (given.p != 0), "fx_fuser: attention's dropout is ", given.p,
+                  ", for which this kernel was not compiled");
   if (!drops) return AttentionDropout{};
   STD_TORCH_CHECK(given.seed.has_value(), "fx_fuser: dropout of attention has no seed");
   require_cuda(*given.seed, "seed");
@@ -128,16 +128,16 @@ std::optional<AttentionDropout> told_of(const DropoutOfWeights& given, bool drop
                           static_cast<float>(kept), static_cast<float>(1 / kept)};
 }
 
-// Heads whose keys and values the L2 cache holds beside what else passes.
+// How many heads' keys and values stay in L2 with room for other traffic.
 int64_t near_heads(const Tensor& k, int64_t heads_of_key) {
   constexpr int64_t kNearBytes = 24 << 20;
   const int64_t bytes = 2 * k.size(2) * k.size(3) * int64_t{sizeof(float)};
   return heads_of_key * std::max<int64_t>(kNearBytes / bytes, 1);
 }
 
-// out = dropout(softmax(scale · q kᵀ)) v and, if asked for, lse = log(sum(exp(scale · q kᵀ))),
-// infinity where it has rows beyond the queries. Causal: query i sees keys 0...i. False, and
-// nothing is launched, where the kernel does not take these tensors.
+// out = dropout(softmax(scale · q kᵀ)) v and, if given, lse = log(sum(exp(scale · q kᵀ))), which is
+// infinity in rows beyond the queries. Causal: query i sees keys 0...i. Returns false, without a
+// launch, if the kernel does not support these tensors.
 bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, const Tensor& k,
                          const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
                          double scale, bool is_causal, const DropoutOfWeights& dropout = {}) {
@@ -182,8 +182,8 @@ bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, 
   args.dropout = *told;
   LaunchOptions options;
   options.shared_bytes = shape.shared_bytes(kernels.drops);
-  // Units of one length go round. Where they differ, a multiprocessor takes the next one when it is
-  // done: as a block of its own.
+  // Persistent blocks if all units take equally long. Causal units differ: one block each, so that
+  // an SM starts the next one as soon as it is done.
   const int64_t grid =
       is_causal ? args.units : std::min<int64_t>(args.units, kernels.multiprocessors);
   launch(kernels.kernel, grid, shape.threads(), current_stream(out.get_device_index()), args,

@@ -1,4 +1,4 @@
-// Per-channel mean and variance.
+// Per-channel mean and variance: choice of layout, splits and launches.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct StatsLibrary {
   }
 };
 
-constexpr const char* kBatchStats = "batch_stats";  // their only name
+constexpr const char* kBatchStats = "batch_stats";  // the registry's only name for them
 
 int64_t load_batch_stats(const Sources& from) {
   Library library = load_library(from.cubins.at(0));
@@ -58,8 +58,8 @@ int64_t load_batch_stats(const Sources& from) {
 }
 const AddLoader kBatchStatsLoader("batch_stats", load_batch_stats);
 
-// As many rounds as still leave kStatsMinBlocks blocks. Depends on the shape alone, so that results
-// do not depend on the GPU's size.
+// As many rounds as still give kStatsMinBlocks blocks. Depends on the shape only, so that results
+// do not depend on the number of SMs.
 int64_t units_per_block(int64_t units, int64_t round, int64_t blocks_beside) {
   int64_t rounds = kStatsRounds;
   while (rounds > 1 && ceil_div(units, rounds * round) * blocks_beside < kStatsMinBlocks) {
@@ -89,7 +89,7 @@ struct StatsShape {
   int64_t plane;
 };
 
-// The partial moments of one launch: enough room for [channels, splits] of (count, mean, M2).
+// Memory for the partial moments of one launch: [channels, splits] of (count, mean, M2).
 Tensor new_partial(const Tensor& x, ScalarType acc, int64_t channels, int64_t splits) {
   return new_dense(x, {channels, splits, 3}, acc);
 }
@@ -143,7 +143,7 @@ std::pair<Tensor, int64_t> launch_rows(const StatsKernels& kernels, const Tensor
 // (mean, biased variance) of each channel of x[N, C, ...], dense with channels second or last.
 std::tuple<Tensor, Tensor> run_batch_stats(const StatsLibrary& library, const Tensor& x) {
   require_cuda(x, "x");
-  STD_TORCH_CHECK(x.dim() >= 2, "fx_fuser: batch_stats wants x[N, C, ...], not ",
+  STD_TORCH_CHECK(x.dim() >= 2, "fx_fuser: batch_stats needs x[N, C, ...], not ",
                   to_string(x.sizes()));
   const StatsKernels& kernels = library.of(x.scalar_type());
   const ScalarType acc =
@@ -152,7 +152,7 @@ std::tuple<Tensor, Tensor> run_batch_stats(const StatsLibrary& library, const Te
   for (int64_t d = 2; d < x.dim(); ++d) shape.plane *= x.size(d);
   const bool channels_second = is_dense(x, /*channels_first=*/true);
   const bool channels_last = is_dense(x, /*channels_first=*/false);
-  STD_TORCH_CHECK(channels_second || channels_last, "fx_fuser: batch_stats wants a dense x, not ",
+  STD_TORCH_CHECK(channels_second || channels_last, "fx_fuser: batch_stats needs a dense x, not ",
                   to_string(x.sizes()), " with strides ", to_string(x.strides()));
 
   Tensor mean = new_dense(x, {shape.channels}, acc);
@@ -162,9 +162,9 @@ std::tuple<Tensor, Tensor> run_batch_stats(const StatsLibrary& library, const Te
   const int device = x.get_device_index();
   const OnDevice on_device(device);
   const Stream stream = current_stream(device);
-  std::pair<Tensor, int64_t> partial{mean, 0};  // of an empty x: no moments, and NaN from them
+  std::pair<Tensor, int64_t> partial{mean, 0};  // an empty x has no moments; `combine` makes NaN
   if (x.numel() > 0) {
-    // One element a plane is both layouts; so is one channel.
+    // With one element per plane, or one channel, x has both layouts.
     const bool as_rows = channels_last && (!channels_second || shape.plane == 1);
     partial = as_rows ? launch_rows(kernels, x, shape, acc, stream)
                       : launch_planes(kernels, x, shape, acc, stream);

@@ -1,5 +1,5 @@
-// What this library assumes of Python, in words: one fact a line. Two texts that lie apart agree,
-// or are told where they differ, before the first kernel runs.
+// What this library assumes of the Python side, one fact per line. Python compares it with its own
+// list and reports differences before the first kernel runs.
 #pragma once
 
 #include <string>

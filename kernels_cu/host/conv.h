@@ -1,5 +1,5 @@
-// conv2d and conv2d_batchnorm on CUDA: a kernel of ours, or the library's convolution, its
-// statistics and then the epilogue.
+// conv2d and conv2d_batchnorm on CUDA: one of our kernels, or the library's convolution followed by
+// the batch statistics and the epilogue.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ Tensor convolution(const Conv& conv) {
   const std::vector<int64_t> padding =
       is_even ? std::vector{pad[2], pad[0]} : std::vector<int64_t>{0, 0};
   if (x.scalar_type() == ScalarType::Float && !conv.tf32) {
-    // The other follows cuDNN's own setting, which allows TF32 by default.
+    // aten::convolution follows cuDNN's own setting, which allows TF32 by default.
     std::array<StableIValue, 6> stack{from(x),       from(conv.weight),   from(conv.stride),
                                       from(padding), from(conv.dilation), from(conv.groups)};
     TORCH_ERROR_CODE_CHECK(
@@ -87,7 +87,7 @@ Made make_conv2d_batchnorm(const Tensor& x, const Tensor& weight, const std::opt
                            ScalarType out_type, bool save) {
   const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
   Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
-  // The bias only shifts the batch's mean; running statistics are not read.
+  // In training the bias cancels with the batch's mean, and running statistics are not read.
   if (training) norm.bias = norm.mean = norm.variance = std::nullopt;
   return fused_convolution(conv, norm, epilogue_args_of(t, s));
 }

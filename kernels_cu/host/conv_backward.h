@@ -14,7 +14,7 @@
 namespace fx_fuser {
 namespace {
 
-// What both functions are called with, beside what is normalised.
+// Arguments of both functions, except those of the normalisation.
 struct ConvBackward {
   const Tensor& x;
   const Tensor& weight;
@@ -23,7 +23,7 @@ struct ConvBackward {
   const Tensor& dy;
 };
 
-// Without a call through the dispatcher where there is nothing to do: see new_strided.
+// Avoids a call through the dispatcher if the type is already right: see new_strided.
 Tensor as_type(const Tensor& tensor, ScalarType type) {
   return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
 }
@@ -32,8 +32,8 @@ Tensor dense(const Tensor& tensor) {
   return is_contiguous(tensor) ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Of the operands that are `wanted`, in that order; nothing where the kernels do not take these
-// tensors.
+// Gradients of the operands in `wanted`, in that order; std::nullopt if the kernels do not support
+// these tensors.
 std::optional<Made> backward_by_kernels(const ConvBackward& call, Norm norm,
                                         const EpilogueArgs& factors,
                                         const std::vector<std::string>& wanted) {

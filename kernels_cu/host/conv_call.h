@@ -1,4 +1,4 @@
-// A convolution's kernel, as the ops call it, and what those kernels' files share.
+// The interface of convolution kernels, as the ops call it, and what their files share.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 namespace fx_fuser {
 namespace {
 
-// What both functions are called with; fx_fuser/ops/library.py says what it means.
+// Arguments of both convolution functions; fx_fuser/ops/library.py documents them.
 struct Conv {
   const Tensor& x;
   const Tensor& weight;
@@ -33,8 +33,8 @@ struct Conv {
   bool save;
 };
 
-// What z reads beside the convolution: vectors of O, and eps. In training mean and variance are
-// empty until the batch's are computed.
+// What z depends on in addition to the convolution: vectors of O elements, and eps. In training,
+// mean and variance are empty until those of the batch are computed.
 struct Norm {
   std::optional<Tensor> bias;
   std::optional<Tensor> mean;
@@ -48,14 +48,15 @@ struct Norm {
 struct ConvKernel {
   virtual ~ConvKernel() = default;
 
-  // Nothing where it does not take these sizes or strides. Wrong dtypes, devices and ranks raise.
+  // std::nullopt if it does not support these sizes or strides. Wrong dtypes, devices and ranks
+  // raise.
   virtual std::optional<Made> run(const Conv& conv, const Norm& norm,
                                   const EpilogueArgs& args) const = 0;
 };
 
 // ---- operands -----------------------------------------------------------------------------------
 
-// Those that an epilogue reads, in its order; then it reads eps, as a number.
+// The vectors that an epilogue may read, in its order; eps follows as a scalar.
 struct NormLeaf {
   const char* name;  // in Python
   std::optional<Tensor> Norm::* vector;
@@ -67,9 +68,9 @@ constexpr NormLeaf kNormLeaves[] = {{"bias", &Norm::bias},
                                     {"beta", &Norm::beta}};
 constexpr const char* kNormNumber = "eps";
 
-// [O] as it broadcasts against [N, O, H, W].
+// [O] viewed as [O, 1, 1], which broadcasts against [N, O, H, W].
 Tensor per_channel(const Tensor& vector) {
-  STD_TORCH_CHECK(vector.dim() == 1, "fx_fuser: a number a channel is a vector, not of shape ",
+  STD_TORCH_CHECK(vector.dim() == 1, "fx_fuser: one number per channel is a vector, not of shape ",
                   to_string(vector.sizes()));
   const std::array<int64_t, 3> sizes{vector.size(0), 1, 1};
   const std::array<int64_t, 3> strides{vector.stride(0), 1, 1};
@@ -79,7 +80,7 @@ Tensor per_channel(const Tensor& vector) {
   return Tensor(made);
 }
 
-// What the epilogue reads besides c.
+// What the epilogue reads in addition to c.
 EpilogueArgs leaves_of(const Norm& norm, const EpilogueArgs& args) {
   EpilogueArgs found;
   for (const NormLeaf& leaf : kNormLeaves) {
@@ -120,7 +121,7 @@ ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
           weight.size(3), padding[0], padding[1], padding[2], padding[3]};
 }
 
-// All that the direct kernels take.
+// The direct kernels support nothing else.
 bool is_dense_window(const std::vector<int64_t>& stride, const std::vector<int64_t>& dilation,
                      int64_t groups) {
   const auto is_one = [](int64_t value) { return value == 1; };
@@ -148,7 +149,7 @@ void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
                     toString(type), " on one CUDA device");
   }
   STD_TORCH_CHECK(x.size(1) == weight.size(1) * groups, "fx_fuser: x of shape ",
-                  to_string(x.sizes()), " has other channels than weight ",
+                  to_string(x.sizes()), " does not have the channels of weight ",
                   to_string(weight.sizes()));
   STD_TORCH_CHECK(padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
                   to_string(padding));
@@ -156,7 +157,7 @@ void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
 
 // ---- results ------------------------------------------------------------------------------------
 
-// y and, if it is to be saved, c.
+// y and, if c is saved for backward, c.
 std::pair<Tensor, std::optional<Tensor>> new_results(const Conv& conv, const ImageSize& size,
                                                      bool channels_last) {
   std::optional<Tensor> c;
@@ -164,7 +165,7 @@ std::pair<Tensor, std::optional<Tensor>> new_results(const Conv& conv, const Ima
   return {new_image(conv.x, size, conv.out_type, channels_last), c};
 }
 
-// Raises unless it holds the convolution, which is of this size.
+// Raises unless `result` has the convolution's size, type and device.
 void check_result(const Tensor& result, const char* name, ScalarType type, const ImageSize& size,
                   const Tensor& x, const Tensor& weight) {
   const auto sizes = result.sizes();
@@ -183,7 +184,7 @@ Made result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm
   return made;
 }
 
-// The epilogue of c in a pass of its own: in place if c is not saved and has y's type.
+// The epilogue of c as a separate kernel: in place if c is not saved and has y's type.
 Made with_epilogue(const Conv& conv, const Norm& norm, EpilogueArgs leaves, const Tensor& c) {
   const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], c.get_device_index());
   leaves.tensors.insert(leaves.tensors.begin(), c);

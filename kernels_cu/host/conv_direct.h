@@ -1,4 +1,4 @@
-// The direct convolution of few channels, and its statistics.
+// The direct convolution for few channels, and its batch statistics: geometry and launch.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 
 struct ConvDirectKernels : ConvKernel, EpilogueTypes {
   Kernel convolution;
-  Kernel applied;  // of 16-bit results, where operands are a channel's
+  Kernel applied;  // for 16-bit results and operands that are per channel
   Kernel statistics;
   int multiprocessors;
 
@@ -45,9 +45,9 @@ int64_t load_conv_direct(const Sources& from) {
 }
 const AddLoader kConvDirectLoader("conv_direct", load_conv_direct);
 
-// How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
-// many operands. On the number of multiprocessors it depends where `out_bytes` is 0, for
-// statistics, and for results of 2 bytes that the epilogue's kernel makes ahead of the stages.
+// How a convolution is divided into units; empty if the kernels do not support its sizes or so many
+// operands. It depends on the number of multiprocessors for statistics (`out_bytes` is 0) and for
+// 2-byte results of the `applied` kernel, which applies the epilogue ahead of the stages.
 std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
                                      int64_t out_bytes, int64_t operands, int64_t multiprocessors) {
   STD_TORCH_CHECK(x_bytes == 4 || x_bytes == 2,
@@ -72,7 +72,7 @@ std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t 
   return cut;
 }
 
-// Geometry and operands of the convolution; nothing where the kernels do not take it.
+// Geometry and operands of the convolution; std::nullopt if the kernels do not support it.
 // `out_bytes`: 0 for statistics.
 std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const Tensor& x,
                                         const Tensor& weight, const std::vector<int64_t>& padding,
@@ -88,8 +88,8 @@ std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const 
   return args;
 }
 
-// out = epilogue(conv2d(x, weight)), and the convolution itself if asked for.
-// False, and nothing is launched, where the kernel does not take these shapes or strides.
+// out = epilogue(conv2d(x, weight)), and c = conv2d(x, weight) if given. Returns false, without a
+// launch, if the kernel does not support these shapes or strides.
 bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
                      const std::vector<int64_t>& padding, const Tensor& out,
                      const std::optional<Tensor>& c, const EpilogueArgs& epilogue,
@@ -129,7 +129,7 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   }
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
-  // Reads x and weight ahead of the end of what made the operands.
+  // Reads x and weight before the kernel that computes the operands has ended.
   options.dependent = after_statistics;
   launch(applies ? kernels.applied : kernels.convolution,
          conv_blocks(*args, kernels.multiprocessors), applies ? kConvThreads : kConvStagingThreads,
@@ -137,8 +137,8 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   return true;
 }
 
-// Mean and biased variance of each channel of conv2d(x, weight), which is not written. False, and
-// nothing is launched, where the kernel does not take these shapes or strides.
+// Mean and biased variance of each channel of conv2d(x, weight), which is not written. Returns
+// false, without a launch, if the kernel does not support these shapes or strides.
 bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLibrary& statistics,
                                 const Tensor& x, const Tensor& weight,
                                 const std::vector<int64_t>& padding, const Tensor& mean,

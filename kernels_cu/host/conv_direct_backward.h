@@ -1,4 +1,4 @@
-// The backward of the direct convolution.
+// Backward of the direct convolution: geometry, checks and launches.
 #pragma once
 
 #include <cstdint>
@@ -45,9 +45,9 @@ int64_t load_conv_direct_backward(const Sources& from) {
 }
 const AddLoader kConvDirectBackwardLoader("conv_direct_backward", load_conv_direct_backward);
 
-// How the input's gradient is cut into pieces: [units, units of a sample, pieces of a sample, units
-// of a piece, units ahead, slots, shared bytes, halo]; of the others [units, units of a sample].
-// An empty list where the kernels do not take the sizes.
+// How the input's gradient is divided into pieces: [units, units per sample, pieces per sample,
+// units per piece, units ahead, slots, shared bytes, halo]; without it [units, units per sample].
+// Empty if the kernels do not support the sizes.
 std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
                                               bool with_input, int64_t multiprocessors) {
   const auto args = conv_backward_geometry(conv_shape_of(sizes), static_cast<int>(x_bytes),
@@ -63,17 +63,17 @@ std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes,
   return cut;
 }
 
-// What the gradients go to. dbeta and dgamma are always made: the sums over each channel of dz, and
-// of dz times the normalised c.
+// Where the gradients go. dbeta and dgamma are always computed: the sums over each channel of dz,
+// and of dz times the normalised c.
 struct ConvGradients {
   std::optional<Tensor> dx;
   std::optional<Tensor> dweight;
-  std::optional<Tensor> dbias;  // not in training, where it is zero
+  std::optional<Tensor> dbias;  // not in training: it is zero there
   Tensor dgamma;
   Tensor dbeta;
 };
 
-// Their data; null of what is not asked for.
+// Their data; null if not requested.
 struct ConvGradientPlaces {
   float* dweight;
   float* dbias;
@@ -81,7 +81,7 @@ struct ConvGradientPlaces {
   float* dbeta;
 };
 
-// Whether it is contiguous. Raises where it is not of `type` on the device.
+// Returns whether the tensor is contiguous. Raises if its type or device is wrong.
 bool check_gradient(const Tensor& tensor, int device, const char* name, ScalarType type) {
   STD_TORCH_CHECK(
       tensor.is_cuda() && tensor.get_device_index() == device && tensor.scalar_type() == type,
@@ -89,21 +89,21 @@ bool check_gradient(const Tensor& tensor, int device, const char* name, ScalarTy
   return is_contiguous(tensor);
 }
 
-// The data of a number for each output channel of the weight.
+// The data of a vector with one number per output channel of the weight.
 float* vector_of(const Tensor& tensor, const Tensor& weight, const char* name) {
   const bool fits = check_gradient(tensor, weight.get_device_index(), name, ScalarType::Float) &&
                     tensor.dim() == 1 && tensor.size(0) == weight.size(0);
   STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
-                  " is no contiguous vector of ", weight.size(0));
+                  " is not a contiguous vector of ", weight.size(0));
   return static_cast<float*>(tensor.data_ptr());
 }
 
-// The data of what has the sizes of `like`.
+// The data of a contiguous tensor with the sizes of `like`.
 void* image_of(const Tensor& tensor, const Tensor& like, const char* name, ScalarType type) {
   bool fits = check_gradient(tensor, like.get_device_index(), name, type) && tensor.dim() == 4;
   for (int d = 0; fits && d < 4; ++d) fits = tensor.size(d) == like.size(d);
   STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
-                  " is not contiguous and of ", to_string(like.sizes()));
+                  " is not a contiguous tensor of shape ", to_string(like.sizes()));
   return tensor.data_ptr();
 }
 
@@ -112,16 +112,16 @@ void check_backward(const ConvDirectArgs& conv, const Tensor& dy, const Tensor& 
   STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == conv.samples && dy.size(1) == conv.outputs &&
                       dy.size(2) == conv.out_h && dy.size(3) == conv.out_w,
                   "fx_fuser: dy of shape ", to_string(dy.sizes()),
-                  " is not of the convolution of x ", to_string(x.sizes()), " and weight ",
-                  to_string(weight.sizes()));
+                  " does not have the sizes of the convolution of x ", to_string(x.sizes()),
+                  " and weight ", to_string(weight.sizes()));
   STD_TORCH_CHECK(
       norm.mean.has_value() == norm.variance.has_value() && (norm.variance || !norm.gamma),
-      "fx_fuser: without mean and variance there is no normalisation");
+      "fx_fuser: normalisation needs a mean and a variance");
   STD_TORCH_CHECK(!norm.training || (norm.variance && !norm.bias && !to.dbias),
-                  "fx_fuser: in training there are a mean and a variance, without the bias");
+                  "fx_fuser: in training there is a mean and a variance, and no bias");
 }
 
-// What the epilogue reads. False where an operand is not a number a channel.
+// Sets what the epilogue reads. False if an operand is not one number per channel.
 bool set_epilogue(ConvDirectArgs& conv, const EpilogueArgs& epilogue) {
   for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
     if (!is_per_channel(epilogue.tensors[i])) return false;
@@ -141,8 +141,8 @@ void set_norm(ConvBackwardArgs& args, const Norm& norm, const Tensor& weight) {
   if (norm.gamma) args.gamma = vector_of(*norm.gamma, weight, "gamma");
 }
 
-// Launches `kernel`, which makes sums of splits, and what adds those up. options: of the next
-// launch.
+// Launches `kernel`, which computes partial sums per split, and the kernels that add them up.
+// options: of `kernel`'s launch; updated for the launches that follow.
 void accumulate(const ConvBackwardKernels& kernels, Kernel kernel, bool with_sums, bool with_weight,
                 const Tensor& x, const ConvGradientPlaces& to, ConvBackwardArgs& args,
                 LaunchOptions& options, const Stream& stream) {
@@ -165,7 +165,7 @@ void accumulate(const ConvBackwardKernels& kernels, Kernel kernel, bool with_sum
     args.dweight = static_cast<float*>(partial->data_ptr());
   }
   launch(kernel, blocks, conv_accumulate_threads(workers), stream, args, options);
-  options.dependent = true;  // all that follow
+  options.dependent = true;  // for all launches that follow
   const auto reduce = [&](Kernel by, const ReduceArgs& of) {
     LaunchOptions dependent;
     dependent.dependent = true;
@@ -209,10 +209,10 @@ void launch_backward(const ConvBackwardKernels& kernels, bool training, const Te
 }
 
 // Gradients of y = epilogue(z), z = gamma (c + bias - mean) / √(variance + eps) + beta and
-// c = conv2d(x, weight), where the epilogue is linear in z and its operands are a number a channel.
+// c = conv2d(x, weight). The epilogue is linear in z, and its operands are one number per channel.
 // Without a variance, z = c + bias. In training mean and variance are those of c. x, weight, dy and
-// dx are of one type, all else is float32. False, and nothing is launched, where the kernels do not
-// take these shapes or strides.
+// dx have one type, all else is float32. Returns false, without a launch, if the kernels do not
+// support these shapes or strides.
 bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& dy, const Tensor& x,
                               const Tensor& weight, const std::vector<int64_t>& padding,
                               const Norm& norm, const ConvGradients& to,

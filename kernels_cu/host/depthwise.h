@@ -1,4 +1,4 @@
-// The depthwise convolution: how an image is divided, and its launch.
+// The depthwise convolution: tiling and launch.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace fx_fuser {
 namespace {
 
 struct DepthwiseKernels : ConvKernel, EpilogueTypes {
-  // By bits: planes, pixels.
+  // Indexed by bits: 1 for planes (contiguous), 2 for operands that vary by pixel.
   std::array<Kernel, 4> kernel;
   int multiprocessors;
   int64_t kernel_h;
@@ -50,9 +50,9 @@ int64_t load_depthwise(const Sources& from) {
 }
 const AddLoader kDepthwiseLoader("depthwise", load_depthwise);
 
-// ---- how an image is divided --------------------------------------------------------------------
+// ---- tiling -------------------------------------------------------------------------------------
 
-// What decides it beside the sizes.
+// What the tiling depends on in addition to the sizes.
 struct DepthwiseForm {
   int64_t stride;
   int x_bytes;
@@ -71,7 +71,7 @@ struct DepthwiseCut {
   int64_t blocks;
 };
 
-// Threads side by side along the channels: as many as can be, unless fewer leave fewer idle.
+// Threads along the channels: as many as possible, unless fewer leave fewer of them idle.
 int64_t depthwise_lanes_log2(int64_t units) {
   constexpr int64_t kFewest = 4;
   int64_t best = 0;
@@ -93,8 +93,8 @@ struct DepthwiseOut {
   int64_t w;
 };
 
-// The result's size; nothing where there is no kernel for the window, or its indices do not hold
-// the sizes.
+// The result's size; std::nullopt if there is no kernel for the window, or if the sizes are too
+// large for its indices.
 std::optional<DepthwiseOut> depthwise_out(const ConvShape& shape, int64_t stride) {
   constexpr int64_t kHighest = int64_t{1} << 28;
   for (const int64_t size : {shape.samples, shape.channels, shape.h, shape.w}) {
@@ -114,7 +114,7 @@ std::optional<DepthwiseOut> depthwise_out(const ConvShape& shape, int64_t stride
   return DepthwiseOut{spare_h / stride + 1, spare_w / stride + 1};
 }
 
-// Nothing where the kernels do not take these sizes.
+// std::nullopt if the kernels do not support these sizes.
 std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const DepthwiseForm& form,
                                              int multiprocessors) {
   const auto out = depthwise_out(shape, form.stride);
@@ -132,8 +132,8 @@ std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const Depth
   const int64_t side = kDepthwiseThreads >> cut.lanes_log2;
   const int64_t resident = int64_t{multiprocessors} *
                            depthwise_resident(kernel_h, kernel_w, stride, form.planes, form.pixels);
-  // The blocks' rounds, of which the last is not full, times an item's rows of pixels, among them
-  // those that it reads beside its neighbours and what it takes to begin.
+  // Cost: rounds of blocks, the last of which is not full, times an item's rows, including the halo
+  // rows that its neighbours read too and its start-up.
   constexpr int64_t kMostChunks = 64;
   constexpr double kLastRound = 0.7;
   constexpr int64_t kBegin = 5;
@@ -150,7 +150,7 @@ std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const Depth
     cut.chunks = ceil_div(out->h, rows);
     cut.items = items;
   }
-  // Blocks of more rounds would load weights more often than balance needs.
+  // More blocks would load the weights more often than load balance needs.
   constexpr int64_t kMostRounds = 4;
   const int64_t workers =
       std::min(ceil_div(cut.items, side), ceil_div(kMostRounds * resident, cut.groups));
@@ -161,8 +161,8 @@ std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const Depth
   return cut;
 }
 
-// [columns, rows, strips, chunks, items, lanes, groups, blocks]; empty where the kernels do not
-// take these sizes or so many operands. sizes: as of `conv_shape_of`.
+// [columns, rows, strips, chunks, items, lanes, groups, blocks]; empty if the kernels do not
+// support these sizes or so many operands. sizes: as in `conv_shape_of`.
 std::vector<int64_t> depthwise_cut(const std::vector<int64_t>& sizes, int64_t stride,
                                    int64_t x_bytes, bool channels_last, int64_t operands,
                                    int64_t multiprocessors) {
@@ -184,7 +184,7 @@ void check_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Ten
                   kernels.kernel_w, ", not of weight ", to_string(weight.sizes()));
 }
 
-// Of one layout: channels_last or contiguous.
+// True if all have the same layout: contiguous if `planes`, else channels_last.
 bool are_alike(const Tensor& x, const Tensor& out, const std::optional<Tensor>& c, bool planes) {
   const auto is_so = [&](const Tensor& image) {
     return planes ? is_contiguous(image) : is_dense_channels_last(image);
@@ -192,7 +192,7 @@ bool are_alike(const Tensor& x, const Tensor& out, const std::optional<Tensor>& 
   return is_so(x) && is_so(out) && (!c || is_so(*c));
 }
 
-// Two channels of each pixel are one access.
+// True if the two channels that are one access are aligned in every pixel.
 bool are_aligned(const Tensor& x, const Tensor& out, const std::optional<Tensor>& c) {
   const auto is_aligned = [](const Tensor& image) {
     return reinterpret_cast<uintptr_t>(image.data_ptr()) % (2 * image.element_size()) == 0;
@@ -200,8 +200,8 @@ bool are_aligned(const Tensor& x, const Tensor& out, const std::optional<Tensor>
   return is_aligned(x) && is_aligned(out) && (!c || is_aligned(*c));
 }
 
-// out = epilogue(conv2d(x, weight, groups=channels)), and the convolution itself if asked for.
-// False, and nothing is launched, where the kernel does not take these shapes or strides.
+// out = epilogue(conv2d(x, weight, groups=channels)), and c, the convolution itself, if given.
+// Returns false, without a launch, if the kernel does not support these shapes or strides.
 bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,
                    const std::vector<int64_t>& padding, const Tensor& out,
                    const std::optional<Tensor>& c, const EpilogueArgs& epilogue) {

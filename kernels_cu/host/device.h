@@ -1,4 +1,4 @@
-// Device, stream, loading and launching: what every op of the shim needs.
+// Devices, streams, loading and launching, for every op of the shim.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -48,8 +48,8 @@ Context primary_context(int device) {
   return context;
 }
 
-// torch's guard sets a device, and a context only where its runtime comes to need one: a thread of
-// autograd's may have none yet.
+// torch's guard sets the device, but the CUDA runtime creates a context only when it needs one: an
+// autograd thread may have none yet.
 class OnDevice {
  public:
   explicit OnDevice(int device) : guard_(device), context_(primary_context(device)) {
@@ -77,7 +77,7 @@ int attribute_of(int device, int attribute) {
 
 int multiprocessors_of(int device) { return attribute_of(device, kDeviceMultiprocessors); }
 
-// What the driver says of a GPU, 0 where it does not: fx_fuser/native/limits.py.
+// A GPU's properties according to the driver, 0 if unknown; read by fx_fuser/native/limits.py.
 std::vector<int64_t> gpu_figures(int64_t device) {
   std::vector<int64_t> found;
   for (const int attribute :
@@ -87,7 +87,7 @@ std::vector<int64_t> gpu_figures(int64_t device) {
   return found;
 }
 
-// Has the GPU clusters of blocks, and launches ahead of the end of the kernel before?
+// Whether the GPU has thread block clusters and programmatic dependent launch.
 bool has_clusters(int device) { return attribute_of(device, kDeviceMajor) >= 9; }
 
 Stream current_stream(int device) {
@@ -108,7 +108,7 @@ std::string to_string(const Shape& shape) {
 }
 
 // A tensor on `like`'s device. torch::stable::new_empty goes through the dispatcher by the op's
-// name, which takes 0.8 us for 0.2 (x86-64 build machine, torch 2.13, 2026-11-21).
+// name and takes 0.8 us instead of 0.2 (x86-64 build machine, torch 2.13, 2026-11-21).
 Tensor new_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, size_t rank,
                    ScalarType type) {
   int32_t device_type = 0;
@@ -118,7 +118,7 @@ Tensor new_strided(const Tensor& like, const int64_t* sizes, const int64_t* stri
   const AOTITorchError failed =
       aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes, strides, dtype, device_type,
                                like.get_device_index(), &made);
-  // The reason goes to stderr alone. `fx_fuser.errors.is_out_of_memory` knows these words.
+  // torch prints the reason to stderr only. `fx_fuser.errors.is_out_of_memory` looks for this text.
   STD_TORCH_CHECK(failed == AOTI_TORCH_SUCCESS, "fx_fuser: torch could not allocate ",
                   to_string(std::vector<int64_t>(sizes, sizes + rank)), " of ", toString(type),
                   ": API call failed");
@@ -135,7 +135,7 @@ Tensor new_dense(const Tensor& like, const std::vector<int64_t>& sizes, ScalarTy
   return new_strided(like, sizes.data(), strides.data(), sizes.size(), type);
 }
 
-// In the layout of `like`, which is dense.
+// A tensor with the layout of `like`, which is dense.
 Tensor new_like(const Tensor& like, ScalarType type) {
   return new_strided(like, like.sizes().data(), like.strides().data(), like.dim(), type);
 }
@@ -143,7 +143,8 @@ Tensor new_like(const Tensor& like, ScalarType type) {
 struct LaunchOptions {
   int shared_bytes = 0;
   int cluster = 1;
-  // May start before the kernel ahead of it is complete; waits for it by itself.
+  // Programmatic dependent launch: may start before the previous kernel is complete; the kernel
+  // itself waits for that one.
   bool dependent = false;
 };
 
@@ -187,12 +188,13 @@ Library load_library(const std::string& cubin) {
   return library;
 }
 
-// On the current device. shared_bytes: the most that a launch asks for.
+// Looks up a kernel on the current device. shared_bytes: the most dynamic shared memory of a
+// launch.
 Kernel get_kernel(Library library, const std::string& name, int shared_bytes = 0) {
   LibraryKernel found = nullptr;
   int result = driver().LibraryGetKernel(&found, library, name.c_str());
   Kernel kernel = nullptr;
-  // Code is uploaded here, not at the first launch, which a stream capture would not allow.
+  // Uploads the code now: the first launch may be in a stream capture, which does not allow it.
   if (result == 0) result = driver().KernelGetFunction(&kernel, found);
   STD_TORCH_CHECK(result == 0, "fx_fuser: no kernel ", name, ": ", text_of(result));
   if (shared_bytes > 0) {
@@ -211,7 +213,7 @@ class Registry {
     kernels_[{name, device}] = kernels;
   }
 
-  // Null where these kernels have no such name.
+  // Null if no kernels of this name are loaded on the device.
   const Kernels* find(const std::string& name, int device) {
     const std::lock_guard lock(mutex_);
     const auto found = kernels_.find({name, device});
@@ -236,7 +238,7 @@ Registry<Kernels>& registry() {
   return instance;
 }
 
-// A kernel that does not load is asked for once.
+// True once per kernel and device: a kernel that failed to load is not tried again.
 bool is_first_miss(const std::string& kernel, int device) {
   static std::mutex mutex;
   static std::set<std::pair<std::string, int>> missed;

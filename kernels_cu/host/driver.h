@@ -1,7 +1,7 @@
-// The CUDA driver, as far as the shim calls it. Its functions, types and numbers are declared here:
-// so the shim is built without any file of CUDA's, is linked with none, and one binary serves every
-// driver from CUDA 12.0 on. tests/native/test_driver.py compares what stands here with a toolkit's
-// cuda.h.
+// The part of the CUDA driver API that the shim calls. Functions, types and constants are declared
+// here, so the shim is built without CUDA headers, is linked with no CUDA library, and one binary
+// works with every driver from CUDA 12.0 on. tests/native/test_driver.py compares these
+// declarations with a toolkit's cuda.h.
 //
 // Source: CUDA Driver API, https://docs.nvidia.com/cuda/cuda-driver-api/
 #pragma once
@@ -34,7 +34,7 @@ constexpr unsigned kHostMemoryPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 constexpr unsigned kHostMemoryMapped = 2;    // CU_MEMHOSTALLOC_DEVICEMAP
 constexpr unsigned kLaunchCluster = 4;       // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr unsigned kLaunchOverlapped = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-constexpr int kMapFloat16 = 6;             // kMapFloat16
+constexpr int kMapFloat16 = 6;             // CU_TENSOR_MAP_DATA_TYPE_FLOAT16
 constexpr int kMapFloat32 = 7;             // …_FLOAT32
 constexpr int kMapBFloat16 = 9;            // …_BFLOAT16
 constexpr int kMapTFloat32 = 11;           // …_TFLOAT32
@@ -66,8 +66,7 @@ struct LaunchConfig {
   unsigned count;
 };
 
-// Functions of the driver by the names that it gives them without the "cu"; each returns a
-// CUresult.
+// The driver's functions, named without their "cu" prefix; each returns a CUresult.
 struct Driver {
   int (*GetErrorString)(int, const char**);
   int (*DeviceGet)(int* device, int ordinal);
@@ -104,7 +103,7 @@ const Driver& driver() {
   return found;
 }
 
-// address: of the driver's cuGetProcAddress_v2, which finds the others.
+// address: the driver's cuGetProcAddress_v2, which finds the other functions.
 void use_driver(int64_t address) {
   using Find = int (*)(const char* name, void** found, int version, uint64_t flags, int* status);
   const auto find = reinterpret_cast<Find>(address);

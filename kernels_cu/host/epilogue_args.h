@@ -1,4 +1,4 @@
-// What an epilogue reads besides z.
+// The operands and scalars that an epilogue reads in addition to z.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ struct EpilogueArgs {
   std::vector<double> scalars;
 };
 
-// A 0-d CPU tensor, `torch.tensor(2.0)`, is passed as a scalar, behind those of s.
+// A 0-d CPU tensor, `torch.tensor(2.0)`, is passed as a scalar, after those of s.
 EpilogueArgs epilogue_args_of(const std::vector<Tensor>& t, const std::vector<double>& s) {
   EpilogueArgs found;
   found.scalars = s;
@@ -52,8 +52,8 @@ EpilogueArgs epilogue_args_of(const std::vector<Tensor>& t, const std::vector<do
 // Without kernels the library's result is returned, so there must be no epilogue and no cast.
 void check_is_result(const Tensor& c, ScalarType out_type, const EpilogueArgs& args) {
   STD_TORCH_CHECK(c.scalar_type() == out_type && args.tensors.empty() && args.scalars.empty(),
-                  "fx_fuser: the op needs the name of a kernel: only where the epilogue is the "
-                  "identity, and the result of the product's type, can it do without");
+                  "fx_fuser: the op needs the name of a kernel, unless the epilogue is the "
+                  "identity and the result has the product's type");
 }
 
 bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
@@ -65,8 +65,8 @@ bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
   return true;
 }
 
-// Raises unless these are the operands and scalars of the kernels' epilogue, for a result like
-// `out`.
+// Raises unless these are the operands and scalars that the kernels' epilogue takes, for a result
+// like `out`.
 template <class Kernels>
 void check_epilogue(const Kernels& kernels, const Tensor& out, const EpilogueArgs& args) {
   const auto& [operands, scalars] = args;

@@ -15,7 +15,7 @@
 namespace fx_fuser {
 namespace {
 
-// Bits of `given`, in the order of a layer's vectors; mean and variance are always there.
+// Bits of `given`, in the order of a layer's vectors; mean and variance are always present.
 constexpr int64_t kHasBias = 1;
 constexpr int64_t kHasGamma = 2;
 constexpr int64_t kHasBeta = 4;
@@ -35,8 +35,8 @@ int64_t load_fold(const Sources& from) {
 const AddLoader kFoldLoader("fold", load_fold);
 
 FoldVector fold_vector_of(const Tensor& vector, const Tensor& weight) {
-  STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == weight.size(0), "fx_fuser: a vector of ",
-                  to_string(vector.sizes()), " has no number for each channel of ",
+  STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == weight.size(0), "fx_fuser: shape ",
+                  to_string(vector.sizes()), " is not one number per output channel of weight ",
                   to_string(weight.sizes()));
   STD_TORCH_CHECK(vector.get_device_index() == weight.get_device_index(),
                   "fx_fuser: fold's tensors are on several devices");
@@ -48,7 +48,7 @@ FoldVector fold_vector_of(const Tensor& vector, const Tensor& weight) {
     case ScalarType::BFloat16:
       return {vector.data_ptr(), vector.stride(0), VectorType::kBFloat16};
     default:
-      STD_TORCH_CHECK(false, "fx_fuser: fold reads no vectors of ", toString(vector.scalar_type()));
+      STD_TORCH_CHECK(false, "fx_fuser: fold cannot read ", toString(vector.scalar_type()));
   }
 }
 
@@ -73,7 +73,7 @@ void describe(FoldSite& site, const Tensor& weight, double eps) {
   site.columns = make_divisor(static_cast<uint32_t>(weight.size(3)));
 }
 
-// A tensor that holds each layer's folded weight and its shift, where `places` says.
+// Returns one tensor with each layer's folded weight and shift, at the offsets in `places`.
 Tensor fold(const std::vector<Tensor>& weights, const std::vector<Tensor>& vectors,
             const std::vector<int64_t>& given, const std::vector<double>& eps,
             const std::vector<int64_t>& places, const std::string& kernel, ScalarType out,

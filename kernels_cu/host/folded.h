@@ -1,4 +1,4 @@
-// conv2d_folded on CUDA: cuDNN's convolution with addition and relu, through torch.
+// conv2d_folded on CUDA: cuDNN's fused convolution, bias, addition and relu, called through torch.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ Made dispatched(const char* op, std::array<StableIValue, kCount>& stack) {
   return Made(torch::stable::detail::to<Tensor>(stack[0]));
 }
 
-// torch's fused call does not split large tensors.
+// torch's fused call does not split tensors that are too large for 32-bit indices.
 bool is_small(const Tensor& x, const Tensor& weight, const std::vector<int64_t>& stride,
               const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation) {
   int64_t result = x.size(0) * weight.size(0);
@@ -32,7 +32,7 @@ bool is_small(const Tensor& x, const Tensor& weight, const std::vector<int64_t>&
   return x.numel() > 0 && std::max(x.numel(), result) < std::numeric_limits<int32_t>::max();
 }
 
-// Nothing where cuDNN does not take the tensors.
+// std::nullopt if cuDNN's fused call does not support the tensors.
 std::optional<Made> conv2d_folded(const Tensor& x, const Tensor& weight,
                                   const std::optional<Tensor>& bias,
                                   const std::optional<Tensor>& addend,
@@ -41,7 +41,8 @@ std::optional<Made> conv2d_folded(const Tensor& x, const Tensor& weight,
                                   const std::vector<int64_t>& dilation, int64_t groups, bool relu) {
   using torch::stable::detail::from;
   require_cuda(x, "x");
-  // One column of one pixel, say, is in both layouts: a result has torch's choice of strides.
+  // A tensor with both layouts, a 1 x 1 image for example, is excluded: torch chooses the result's
+  // strides.
   const bool is_plain = is_dense_channels_last(x) && !x.is_contiguous() &&
                         is_dense_channels_last(weight) &&
                         (!addend || is_dense_channels_last(*addend)) &&

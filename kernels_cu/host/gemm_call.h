@@ -1,4 +1,4 @@
-// A Linear's or a batched gemm's kernel, as the ops call it.
+// The interface of gemm kernels, for Linear and batched gemms, as the ops call it.
 #pragma once
 
 #include <optional>
@@ -12,13 +12,13 @@ namespace {
 struct GemmKernel {
   virtual ~GemmKernel() = default;
 
-  // Is it faster than the library, by the cost model and earlier data? What fx_fuser/planning
-  // measured holds for one size, and a graph may be called with others. Ask once a call: the
-  // precision fallback counts each asking.
+  // Whether it is faster than the library, by the cost model and by the data of earlier calls:
+  // fx_fuser/planning measured one size, and a graph may be called with others. Call this once per
+  // product: the precision fallback counts the calls.
   virtual bool is_profitable(const Tensor& x, const Tensor& weight) const = 0;
 
-  // y = epilogue(c, args) with c = x weightᵀ + bias, which is stored too if asked for. False, and
-  // nothing is launched, where it does not take these tensors.
+  // y = epilogue(c, args) with c = x weightᵀ + bias, which is stored too if given. Returns false,
+  // without a launch, if it does not support these tensors.
   virtual bool run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                    const Tensor& y, const std::optional<Tensor>& c,
                    const EpilogueArgs& args) const = 0;

@@ -1,4 +1,4 @@
-// Losses of rows of logits, and their gradients: which tensors, launch.
+// Losses of rows of logits, and their gradients: checks, launch.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,10 @@ const AddLoader kHeadLossTailLoader("head_loss_tail",
 
 LogitTail tail_of(const HeadLossKernels& kernels, double before, double after, double smoothing) {
   const bool is_plain = before == 1.0 && after == 0.0 && smoothing == 0.0;
-  STD_TORCH_CHECK(kernels.has_tail || is_plain, "fx_fuser: the kernel takes logits as they are");
-  STD_TORCH_CHECK(0.0 <= smoothing && smoothing < 1.0, "fx_fuser: a smoothing of ", smoothing);
+  STD_TORCH_CHECK(kernels.has_tail || is_plain,
+                  "fx_fuser: this kernel does not scale, cap or smooth");
+  STD_TORCH_CHECK(0.0 <= smoothing && smoothing < 1.0,
+                  "fx_fuser: label smoothing must be at least 0 and less than 1, not ", smoothing);
   return {static_cast<float>(before), static_cast<float>(after), static_cast<float>(smoothing)};
 }
 
@@ -59,18 +61,18 @@ void check_rows(const HeadLossKernels& kernels, const Tensor& rows, const char* 
   STD_TORCH_CHECK(are_rows, "fx_fuser: ", what, " are ", to_string(rows.sizes()), " with strides ",
                   to_string(rows.strides()), " of ", toString(rows.scalar_type()), ", not rows of ",
                   toString(kernels.logits));
-  // Columns are counted by rounds of a block.
+  // A block's last round counts beyond the last column.
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - (1 << 16);
   STD_TORCH_CHECK(rows.size(1) <= kMost, "fx_fuser: ", rows.size(1), " columns of ", what,
                   " are more than the kernel counts");
 }
 
-// What the kernels write gradients to, whole vectors of each row.
+// For what the kernels write gradients to: they store whole vectors of each row.
 void check_padded_rows(const HeadLossKernels& kernels, const Tensor& rows, const char* what,
                        int64_t columns) {
   check_rows(kernels, rows, what);
   STD_TORCH_CHECK(columns > 0 && columns <= rows.size(1) && rows.size(1) == rows.stride(0),
-                  "fx_fuser: ", what, " are not ", columns, " columns in rows behind each other");
+                  "fx_fuser: ", what, " are not ", columns, " columns in dense rows");
   STD_TORCH_CHECK(has_vectors(rows), "fx_fuser: rows of ", what, " are not aligned to 16 bytes");
 }
 
@@ -79,7 +81,7 @@ void check_one_a_row(const Tensor& given, const Tensor& logits, const char* what
   require_cuda(given, what);
   STD_TORCH_CHECK(given.scalar_type() == type && given.is_contiguous() &&
                       given.numel() == logits.size(0) * count,
-                  "fx_fuser: ", what, " are not ", count, " ", toString(type), " a row");
+                  "fx_fuser: ", what, " are not ", count, " ", toString(type), " per row");
 }
 
 void launch_rows(const Kernel& kernel, const Tensor& logits, const HeadLossArgs& args) {
@@ -114,7 +116,7 @@ void head_loss(int64_t handle, const Tensor& logits, const Tensor& labels, const
   launch_rows(kernels.in_place, logits, args);
 }
 
-// What both kernels of logits that stay take.
+// Arguments of both kernels for logits that are kept.
 HeadLossArgs kept_args(const HeadLossKernels& kernels, const Tensor& logits, const Tensor& sums,
                        const Tensor& labels, int64_t ignore_index, const LogitTail& tail) {
   check_rows(kernels, logits, "logits");

@@ -1,4 +1,4 @@
-// The layouts of images [N, C, H, W].
+// Layouts of images [N, C, H, W].
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace fx_fuser {
 namespace {
 
-// As torch sees it (c10/core/MemoryFormat.h): also of tensors with gaps, and not of those that are
-// contiguous and channels_last alike.
+// As in torch (c10/core/MemoryFormat.h): true for tensors with gaps too, and false for those that
+// are both contiguous and channels_last.
 bool suggests_channels_last(const Tensor& image) {
   int64_t least = 0;
   for (const int d : {1, 3, 2, 0}) {
@@ -37,13 +37,13 @@ bool is_dense_channels_last(const Tensor& image) {
   return true;
 }
 
-// On `like`'s device.
+// A new tensor on `like`'s device.
 Tensor new_image(const Tensor& like, const ImageSize& size, ScalarType type, bool channels_last) {
   if (!channels_last) return new_dense(like, {size.begin(), size.end()}, type);
   return new_strided(like, size.data(), channels_last_strides(size).data(), size.size(), type);
 }
 
-// One number a channel, or one?
+// True if the operand is one number per channel, or a single number.
 bool is_per_channel(const Tensor& operand) {
   const int64_t rank = operand.dim();
   for (int64_t d = 0; d < rank; ++d) {
@@ -52,7 +52,8 @@ bool is_per_channel(const Tensor& operand) {
   return rank <= 4;
 }
 
-// May whole vectors be stored: to rows of the result, or to pixels where channels are innermost?
+// True if the result can be stored in whole vectors: 16 bytes of a pixel's channels if they are
+// innermost, else 8 bytes of a row.
 bool takes_vectors(const Tensor& result, bool channels_last) {
   const int64_t width = channels_last ? 16 / result.element_size() : 8 / result.element_size();
   const int64_t bytes = width * result.element_size();

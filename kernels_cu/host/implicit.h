@@ -1,4 +1,4 @@
-// The convolution of channels_last images as an implicit gemm: implicit.cuh.
+// Convolution of channels_last images as an implicit gemm (implicit.cuh): tiling and launch.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 struct ImplicitKernels : ConvKernel, EpilogueTypes {
   Kernel kernel;
-  int resident;  // blocks a multiprocessor, by their registers
+  int resident;  // blocks per multiprocessor, as limited by registers
   int multiprocessors;
   int shared_bytes;  // of a multiprocessor
   int columns;
@@ -50,7 +50,7 @@ int64_t load_implicit(const Sources& from) {
 }
 const AddLoader kImplicitLoader("implicit", load_implicit);
 
-// ---- how a convolution is divided ---------------------------------------------------------------
+// ---- tiling -------------------------------------------------------------------------------------
 
 struct ImplicitWindow {
   ConvShape shape;
@@ -95,7 +95,8 @@ ImplicitWindow implicit_window(const Tensor& x, const Tensor& weight,
   return window_of(conv_shape_of(x, weight, padding), stride, dilation);
 }
 
-// Does the kernel take these sizes? What it counts has 32 bits: pixels of the result, vectors of x.
+// True if the kernel supports these sizes. It counts pixels of the result and vectors of x in 32
+// bits.
 bool implicit_takes(const ImplicitWindow& window) {
   const ConvShape& s = window.shape;
   const auto is_in = [](int64_t value, int64_t least) {
@@ -121,14 +122,14 @@ bool implicit_takes(const ImplicitWindow& window) {
          s.channels <= kMost / (s.kernel_h * s.kernel_w) && window.vectors() <= kMost / s.outputs;
 }
 
-// Blocks for each part of the columns, of as many as run at once.
+// Blocks per part of the columns, given how many blocks run at once.
 int64_t implicit_workers(int64_t tiles, int64_t parts, int64_t at_once) {
   return std::min(tiles, std::max<int64_t>(at_once / parts, 1));
 }
 
-// [stages, keeps its weights, resident, parts, blocks, shared bytes]; empty where the kernel does
-// not take these sizes or operands. sizes: as of `conv_shape_of`. operands: leaves and others.
-// held: pieces of a group of columns. shared_bytes: that a block may have at most.
+// [stages, keeps its weights, resident, parts, blocks, shared bytes]; empty if the kernel does not
+// support these sizes or operands. sizes: as in `conv_shape_of`. operands: leaves and others.
+// held: pieces per group of columns. shared_bytes: the most that a block may have.
 std::vector<int64_t> implicit_cut(const std::vector<int64_t>& sizes,
                                   const std::vector<int64_t>& stride,
                                   const std::vector<int64_t>& dilation, int64_t columns,
@@ -158,8 +159,8 @@ bool is_aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
 }
 
-// Strides of x in vectors, of samples, rows and columns; nothing where channels are not adjacent or
-// a pixel does not begin with a vector.
+// Sets the strides of x in vectors, for samples, rows and columns. False if channels are not
+// adjacent or pixels are not 16-byte aligned.
 bool find_x_strides(const Tensor& x, const ImplicitWindow& window, ImplicitArgs& args) {
   if (x.stride(1) != 1 || !is_aligned(x)) return false;
   const ConvShape& s = window.shape;
@@ -171,21 +172,22 @@ bool find_x_strides(const Tensor& x, const ImplicitWindow& window, ImplicitArgs&
     if (stride % kImplicitVector != 0) return false;
     const int64_t vectors = stride / kImplicitVector;
     if (vectors > std::numeric_limits<int32_t>::max()) return false;
-    // Places outside of the image are counted as well.
+    // Positions in the padding are counted as well.
     extent += (sizes[i] + outside[i]) * vectors;
     args.x_stride[i] = static_cast<int32_t>(vectors);
   }
   return extent < std::numeric_limits<int32_t>::max() / 2;
 }
 
-// Are the weights of an output channel [kernel_h][kernel_w][channels], and dense?
+// True if the weights of an output channel are dense [kernel_h][kernel_w][channels].
 bool is_weight_taken(const Tensor& weight) {
   const bool one_tap = weight.size(2) == 1 && weight.size(3) == 1;
   return is_aligned(weight) &&
          (is_dense_channels_last(weight) || (one_tap && is_contiguous(weight)));
 }
 
-// How operand `index` is read, and its pieces, as long as the ring has room for them.
+// Chooses how each operand is read: through the ring, as a list of pieces, as long as that has
+// room for them, else directly.
 class ImplicitOperands {
  public:
   ImplicitOperands(const ImplicitKernels& kernels, const Tensor& out, ImplicitArgs& args)
@@ -199,7 +201,7 @@ class ImplicitOperands {
     operand.of = conv_operand_of(tensor);
     if (index < static_cast<size_t>(kernels_.leaves)) {
       STD_TORCH_CHECK(is_per_channel(tensor), "fx_fuser: operand ", index, " of shape ",
-                      to_string(tensor.sizes()), " is not one number a channel");
+                      to_string(tensor.sizes()), " is not one number per channel");
       return;
     }
     const int bytes = static_cast<int>(tensor.element_size());
@@ -214,7 +216,7 @@ class ImplicitOperands {
     }
     if (most > kImplicitMaxHeld) return;
     const ImplicitGeometry with = geometry(most);
-    // Not for it a block less.
+    // Not if the ring's larger slots would cost a resident block.
     if (with.resident < cut.resident) return;
     cut = with;
     operand.mode = ImplicitMode::kRing;
@@ -229,7 +231,7 @@ class ImplicitOperands {
     }
   }
 
-  // Once all are added.
+  // Call this after all operands are added.
   void list_pieces() {
     for (const auto& group : pieces_) {
       for (const ImplicitPiece& piece : group) args_.piece[args_.pieces++] = piece;
@@ -252,7 +254,7 @@ class ImplicitOperands {
            std::equal(tensor.sizes().begin(), tensor.sizes().end(), out_.sizes().begin()) &&
            out_.size(1) * tensor.element_size() % 16 == 0;
   }
-  // By four channels, where each four of a pixel's are aligned.
+  // True if every group of four channels of a pixel is aligned.
   bool takes_vectors_of(const ConvOperand& operand, int bytes) const {
     constexpr int64_t kFour = 4;
     const auto is_whole = [&](int64_t elements) { return elements % kFour == 0; };
@@ -268,7 +270,7 @@ class ImplicitOperands {
   std::vector<ImplicitPiece> pieces_[kImplicitMaxGroups];
 };
 
-// What is convolved; nothing where the kernel does not take these shapes or strides.
+// The convolution's arguments; std::nullopt if the kernel does not support these shapes or strides.
 std::optional<ImplicitArgs> implicit_args(const ImplicitKernels& kernels, const Tensor& x,
                                           const Tensor& weight, const ImplicitWindow& window) {
   const ConvShape& shape = window.shape;
@@ -304,8 +306,8 @@ std::optional<ImplicitArgs> implicit_args(const ImplicitKernels& kernels, const 
   return args;
 }
 
-// out = epilogue(conv2d(x, weight)), and the convolution itself if asked for.
-// False, and nothing is launched, where the kernel does not take these shapes or strides.
+// out = epilogue(conv2d(x, weight)), and c = conv2d(x, weight) if given. Returns false, without a
+// launch, if the kernel does not support these shapes or strides.
 bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor& weight,
                   const ImplicitWindow& window, const Tensor& out, const std::optional<Tensor>& c,
                   const EpilogueArgs& epilogue) {
@@ -348,7 +350,7 @@ bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor&
 std::optional<Made> ImplicitKernels::run(const Conv& conv, const Norm& norm,
                                          const EpilogueArgs& args) const {
   const Tensor& image = conv.x;
-  // torch's result lies as one of the two.
+  // torch's result is channels_last if x or the weight is.
   const bool channels_last = suggests_channels_last(image) || suggests_channels_last(conv.weight);
   if (norm.training || conv.groups != 1 || !channels_last) return {};
   check_conv(x, image, conv.weight, conv.padding);

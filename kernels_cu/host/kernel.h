@@ -1,5 +1,5 @@
-// How kernels are loaded: one op for all families, which finds a family by its name. A family's
-// file in this room adds its loader to the list.
+// Loading of kernels: one op for all families, which looks up a family's loader by name. Each
+// family's file in this folder registers its loader.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace {
 // What the kernels of one epilogue are loaded from.
 struct Sources {
   const std::string& name;                    // by which graphs find them
-  const std::vector<std::string>& cubins;     // of the epilogue's text; of what all epilogues share
-  const std::vector<std::string>& signature;  // what is between the parentheses of the macro
+  const std::vector<std::string>& cubins;     // the epilogue's own; those that all epilogues share
+  const std::vector<std::string>& signature;  // the macro's arguments
   int device;
   const std::vector<double>& rates;  // of the device
 };
@@ -41,11 +41,11 @@ ScalarType scalar_type_of(const std::string& cuda_name) {
 struct EpilogueTypes {
   int scalars;  // how many
   ScalarType out;
-  ScalarType x;                      // of the first tensor, and of what goes with it: weight, c
-  std::vector<ScalarType> operands;  // of the others
+  ScalarType x;                      // of the first tensor, and of its weight and c
+  std::vector<ScalarType> operands;  // of the other tensors
 };
 
-// A signature, read: sizes, the epilogue's name, a number of scalars, Acc, Out, types of tensors.
+// A parsed signature: sizes, the epilogue's name, the number of scalars, Acc, Out, tensor types.
 struct Signature : EpilogueTypes {
   std::vector<int> sizes;
 
@@ -80,8 +80,8 @@ struct AddLoader {
   AddLoader(const char* family, Loader loader) { loaders().emplace(family, loader); }
 };
 
-// Registers the kernels by their name, for graphs; returns a handle, for calls from Python.
-// Never freed.
+// Registers the kernels by name, for graphs, and returns a handle, for calls from Python. They are
+// never freed.
 template <class... Bases, class Kernels>
 int64_t keep(const Sources& from, std::unique_ptr<Kernels> kernels) {
   (registry<Bases>().add(from.name, from.device, kernels.get()), ...);

@@ -1,4 +1,4 @@
-// linear, matmul and bmm on CUDA: one kernel, or the library's product and then the epilogue.
+// linear, matmul and bmm on CUDA: one fused kernel, or the library's product and then the epilogue.
 #pragma once
 
 #include <algorithm>
@@ -27,11 +27,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// The last two dimensions changed over: a view, without a call through the dispatcher (see
+// A view with the last two dimensions swapped, without a call through the dispatcher (see
 // new_strided).
 Tensor transposed(const Tensor& matrix) {
   STD_TORCH_CHECK(matrix.dim() >= 2,
-                  "fx_fuser: weight is a matrix or a batch of them, not of shape ",
+                  "fx_fuser: weight must be a matrix or a batch of matrices, not of shape ",
                   to_string(matrix.sizes()));
   const auto sizes = matrix.sizes();
   const auto strides = matrix.strides();
@@ -50,8 +50,7 @@ Tensor library_product(const Tensor& x, const Tensor& weight, const std::optiona
   return weight.dim() == 2 ? linear(x, weight, bias) : torch::stable::matmul(x, transposed(weight));
 }
 
-// y and, if it is to be saved, c; nothing where the kernel does not take or does not gain from
-// these tensors.
+// y and, if `save`, c; std::nullopt if the kernel does not support these tensors or is not faster.
 std::optional<Made> linear_in_one_kernel(const GemmKernel& kernel, const Tensor& x,
                                          const Tensor& weight, const std::optional<Tensor>& bias,
                                          const std::vector<int64_t>& shape,
@@ -64,9 +63,9 @@ std::optional<Made> linear_in_one_kernel(const GemmKernel& kernel, const Tensor&
   return Made(y, c);
 }
 
-// How many rows of a matrix that is a transposed view are split at once: that memory is needed
-// where a training step has least of it. As many as fill all multiprocessors some times over with
-// tiles, or as fit in little memory.
+// How many rows of a matrix that is a transposed view are split at once: that memory is needed when
+// a training step is at its peak. As many as fill all multiprocessors with tiles several times, or
+// as fit in little memory.
 int64_t rows_at_once(int64_t n, int64_t k, int64_t multiprocessors) {
   constexpr int64_t kRounds = 8;
   constexpr int64_t kBytes = 8 << 20;  // of splits
@@ -75,14 +74,14 @@ int64_t rows_at_once(int64_t n, int64_t k, int64_t multiprocessors) {
   return std::max({of_rounds, of_bytes, int64_t{kLinearTileM}});
 }
 
-// As fp32, which x.float() is in the user's model; one that is so already is returned as it is.
+// The tensor as fp32, as x.float() in the user's model; fp32 tensors are returned unchanged.
 Tensor widened(const Tensor& tensor) {
   if (tensor.scalar_type() == ScalarType::Float) return tensor;
   return torch::stable::to(tensor, ScalarType::Float);
 }
 
-// fx_fuser::split_product on CUDA: a bᵀ in fp32, of tensors with any strides. b is a matrix or has
-// a's leading sizes. Both are fp32, or one of the kernel's 16-bit type.
+// fx_fuser::split_product on CUDA: a bᵀ in fp32, for tensors with any strides. b is a matrix or has
+// a's leading sizes. Both are fp32, or one has the kernel's 16-bit type.
 Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
   require_cuda(a, "a");
   const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
@@ -109,15 +108,15 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   return product;
 }
 
-// fx_fuser::exact_product on CUDA: a bᵀ in fp32, of a [*, K] and b [N, K] of one 16-bit type, whose
-// products are exact in fp32.
+// fx_fuser::exact_product on CUDA: a bᵀ in fp32, for a [*, K] and b [N, K] of one 16-bit type,
+// whose products are exact in fp32.
 Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
   require_cuda(a, "a");
   const auto& kernels = registry<LinearDenseKernels>().at(kernel, a.get_device_index());
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(0);
-  // Sums of more would cost more than the library's own error (linear/NOTES.md, "Long K").
+  // Longer sums would have a larger error than the library's (linear/NOTES.md, "Long K").
   if (b.size(1) <= kLinearChunkK) {
     const Tensor product = new_dense(a, shape, ScalarType::Float);
     const std::optional<Tensor> none;
@@ -126,12 +125,12 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
   return library_product(widened(a), widened(b), std::nullopt);
 }
 
-// fx_fuser::unaligned_product on CUDA: a bᵀ + bias of one 16-bit type, of tensors with any strides
-// and alignment. sizes: of the kernel's family, by which it is loaded if it was not.
+// fx_fuser::unaligned_product on CUDA: a bᵀ + bias in one 16-bit type, for tensors with any strides
+// and alignment. sizes: the kernel's template sizes, to load it if it is not loaded yet.
 Tensor unaligned_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                          const std::string& kernel, const std::vector<int64_t>& sizes) {
   require_cuda(a, "a");
-  STD_TORCH_CHECK(!bias || b.dim() == 2, "fx_fuser: a batch has no bias");
+  STD_TORCH_CHECK(!bias || b.dim() == 2, "fx_fuser: a batched product cannot have a bias");
   const auto find = [&] { return registry<GemmKernel>().find(kernel, a.get_device_index()); };
   const GemmKernel* found = find();
   if (found == nullptr && is_first_miss(kernel, a.get_device_index())) {
@@ -149,8 +148,7 @@ Tensor unaligned_product(const Tensor& a, const Tensor& b, const std::optional<T
   return found->run(a, b, bias, product, std::nullopt, {}) ? product : library_product(a, b, bias);
 }
 
-// What linear and matmul do with a weight [N, K]; or [*, N, K] with x's leading
-// sizes.
+// linear, matmul and bmm, for a weight [N, K], or [*, N, K] with x's leading sizes.
 Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                   const EpilogueArgs& args, const std::vector<std::string>& kernels,
                   ScalarType out_type, bool save) {
@@ -160,7 +158,7 @@ Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
   c_shape.back() = weight.size(-2);
   std::vector<int64_t> shape = c_shape;
   for (const Tensor& tensor : args.tensors) {
-    // A gate, one column wide, may be spread along that dimension.
+    // A result with one column, such as a gate, may be broadcast along that dimension.
     if (shape.back() == 1 && tensor.dim() > 0) shape.back() = tensor.size(-1);
   }
   const bool same_shape = shape == c_shape;
@@ -185,7 +183,7 @@ Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
   return {y, save ? std::optional(c) : std::nullopt};
 }
 
-// fx_fuser/ops/library.py says what the arguments of all three mean.
+// fx_fuser/ops/library.py documents the arguments of all three.
 Made make_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/,
                  const std::string& /*epilogue*/, const std::vector<Tensor>& t,
@@ -194,7 +192,7 @@ Made make_linear(const Tensor& x, const Tensor& weight, const std::optional<Tens
   return fused_linear(x, weight, bias, epilogue_args_of(t, s), kernels, out_type, save);
 }
 
-// Its weight is [K, N]. aten::linear turns the view around again, so the library's call and its
+// matmul's weight is [K, N]. aten::linear transposes the view back, so the library's call and its
 // operands are those of `x @ weight` and of addmm.
 Made make_matmul(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/,
@@ -204,7 +202,7 @@ Made make_matmul(const Tensor& x, const Tensor& weight, const std::optional<Tens
   return fused_linear(x, transposed(weight), bias, epilogue_args_of(t, s), kernels, out_type, save);
 }
 
-// x [*, M, K] by as many weights [*, K, N].
+// x [*, M, K] times weight [*, K, N] with equal leading sizes.
 Made make_bmm(const Tensor& x, const Tensor& weight, const std::string& /*product*/,
               const std::string& /*backward*/, bool /*again*/, const std::string& /*epilogue*/,
               const std::vector<Tensor>& t, const std::vector<double>& s,

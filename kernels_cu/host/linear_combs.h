@@ -1,4 +1,4 @@
-// The gemm of unaligned 16-bit operands by TMA: which of them, tensor maps, launch.
+// The gemm of unaligned 16-bit operands that loads by TMA (combs): checks, tensor maps, launch.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +19,13 @@ constexpr int64_t kHighestSize = std::numeric_limits<int32_t>::max() - (1 << 16)
 struct LinearCombsKernels : GemmKernel, EpilogueTypes {
   Kernel kernel;
   CombShape shape;
-  bool along_a;      // are k of x adjacent, not its rows?
-  bool along_b;      // and those of the weight?
-  int64_t clusters;  // that the device runs at once
+  bool along_a;      // k, not rows, are adjacent in x
+  bool along_b;      // the same for the weight
+  int64_t clusters;  // how many the device runs at once
 
   explicit LinearCombsKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  // For these sizes it was chosen by a clock; there is no model of others.
+  // Chosen by measurement for these sizes; there is no cost model for others.
   bool is_profitable(const Tensor& /*x*/, const Tensor& /*weight*/) const override { return true; }
   bool run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
            const Tensor& y, const std::optional<Tensor>& c,
@@ -36,14 +36,14 @@ int64_t load_linear_combs(const Sources& from) {
   const Signature types(from, 3);
   types.check_operands(0);
   const int shape = types.sizes[0];
-  STD_TORCH_CHECK(shape >= 0 && shape < kCombShapeCount, "fx_fuser: there is no shape ", shape,
-                  " of the gemm by combs");
+  STD_TORCH_CHECK(shape >= 0 && shape < kCombShapeCount, "fx_fuser: the comb gemm has no shape ",
+                  shape);
   auto kernels = std::make_unique<LinearCombsKernels>(types);
   kernels->shape = kCombShapes[shape];
   kernels->along_a = types.sizes[1] != 0;
   kernels->along_b = types.sizes[2] != 0;
   STD_TORCH_CHECK(kernels->shape.takes(kernels->along_a), "fx_fuser: shape ", shape,
-                  " of the gemm by combs is not for this order of k");
+                  " of the comb gemm does not support this operand order");
   kernels->kernel =
       get_kernel(load_library(from.cubins.at(0)), "fx_fuser_combs", kernels->shape.shared_bytes());
   kernels->clusters = resident_clusters(kernels->kernel, kernels->shape, kCombThreads,
@@ -52,15 +52,15 @@ int64_t load_linear_combs(const Sources& from) {
 }
 const AddLoader kLinearCombsLoader("linear_combs", load_linear_combs);
 
-// Lines of `length` adjacent elements of 16 bits.
+// Lines of `length` adjacent 16-bit elements.
 struct Lines {
   uint8_t* data;
   int64_t count;
   int64_t length;
   int64_t stride;  // elements
 
-  // Of [rows, columns], columns adjacent if `along`, else rows. Nothing where they are not, or
-  // where TMA does not take the lines.
+  // The lines of a matrix [rows, columns]: its rows if `along`, else its columns. std::nullopt if
+  // their elements are not adjacent, or if TMA does not support the lines.
   static std::optional<Lines> of(const Tensor& tensor, bool along) {
     const int64_t count = tensor.size(along ? 0 : 1);
     const int64_t length = tensor.size(along ? 1 : 0);
@@ -77,14 +77,14 @@ struct Lines {
 
 TensorMap map_of_lines(ScalarType type, const void* data, uint64_t length, uint64_t lines,
                        int64_t stride, int box_lines) {
-  // The stride of a single line is never used, but must be one that TMA takes.
+  // The stride of a single line is never used, but must be valid for TMA.
   const int64_t bytes = lines == 1 ? ceil_div(2 * length, 16) * 16 : 2 * stride;
   return tensor_map<2>(copied_as(type), data, {length, lines}, {static_cast<uint64_t>(bytes)},
                        {kCombSpan, static_cast<uint32_t>(box_lines)});
 }
 
-// There are at least kCombs lines. A result's maps are of its lines' whole vectors alone: TMA
-// writes to all of a vector of which the tensor has one element.
+// Needs at least kCombs lines. A result's maps contain only the whole vectors of its lines: TMA
+// writes all of a vector of which the tensor has one element.
 Combs combs_of(ScalarType type, const Lines& lines, int box_lines, bool whole_vectors = false) {
   Combs combs{};
   for (int j = 0; j < kCombs; ++j) {
@@ -92,7 +92,7 @@ Combs combs_of(ScalarType type, const Lines& lines, int box_lines, bool whole_ve
     const auto ahead = static_cast<int64_t>(reinterpret_cast<uintptr_t>(first) % 16);
     combs.offset[j] = static_cast<int32_t>(ahead / 2);
     int64_t length = lines.length + combs.offset[j];
-    // Where there is no whole vector, none is written, but a map must be of something.
+    // Without a whole vector nothing is written, but a map cannot be empty.
     if (whole_vectors) length = std::max<int64_t>(length / 8 * 8, 8);
     combs.map[j] = map_of_lines(type, first - ahead, static_cast<uint64_t>(length),
                                 static_cast<uint64_t>(ceil_div(lines.count - j, kCombs)),
@@ -101,7 +101,7 @@ Combs combs_of(ScalarType type, const Lines& lines, int box_lines, bool whole_ve
   return combs;
 }
 
-// All lines, aligned.
+// One map of all lines, which are aligned.
 Combs whole(ScalarType type, const Lines& lines, int box_lines) {
   Combs combs{};
   combs.map[0] = map_of_lines(type, lines.data, static_cast<uint64_t>(lines.length),
@@ -109,15 +109,15 @@ Combs whole(ScalarType type, const Lines& lines, int box_lines) {
   return combs;
 }
 
-// Tiles below each other that share a column of b while it is near. All of a's that are taken in
-// turn should stay in the L2 cache, but a few are taken anyway: they are multiplied at once.
+// Tiles below each other that reuse a column of b while it is in L2. All of a's rows in the group
+// should stay in L2 too; but the group has at least kLeast tiles, since those run at the same time.
 int64_t group_of(int64_t units, int64_t unit_rows, int64_t k) {
   constexpr int64_t kNearBytes = 16 << 20;
   constexpr int64_t kLeast = 8;
   return std::min(units, std::max(kNearBytes / (unit_rows * k * 2), kLeast));
 }
 
-// Of a product: factors, tensor maps, sizes. False where the kernel does not take the strides.
+// Sets a product's operands: tensor maps, sizes. False if the kernel does not support the strides.
 bool set_factors(const LinearCombsKernels& kernels, const Tensor& x, const Tensor& weight,
                  const Tensor& out, CombArgs& args) {
   const CombShape& shape = kernels.shape;
@@ -138,7 +138,8 @@ bool set_factors(const LinearCombsKernels& kernels, const Tensor& x, const Tenso
                      [&](int i, int j) { return args.b.offset[i] > args.b.offset[j]; });
     return true;
   }
-  // What begins `offset` earlier is another line of the weight's, if not an element of one.
+  // The weight can begin `offset` earlier only by whole lines: along n if along_b, else along k. So
+  // one of x and out must be aligned.
   const bool is_one_aligned = kernels.along_b ? left->are_aligned() : rows->are_aligned();
   if (left->count < kCombs || !is_one_aligned) return false;
   args.m = static_cast<int32_t>(x.size(0));
@@ -151,13 +152,13 @@ bool set_factors(const LinearCombsKernels& kernels, const Tensor& x, const Tenso
   return true;
 }
 
-// How the result is divided. False where that is too much.
+// Divides the result into units. False if they are too many.
 bool set_units(const CombShape& shape, bool along_a, CombArgs& args) {
   const int64_t unit_rows = shape.cluster * shape.tile_m();
   const int64_t rows = along_a ? ceil_div(args.m, kCombs) : args.m;  // of a comb, or all
   const int64_t units_of_comb = ceil_div(rows, unit_rows);
   const int64_t units = units_of_comb * (along_a ? kCombs : 1);
-  // Columns begin with the aligned vector that a line of the result begins in.
+  // Tiles begin at the aligned vector in which a line of the result begins.
   const int64_t before = *std::max_element(args.out.offset, args.out.offset + kCombs);
   const int64_t all_units = units * ceil_div(args.n + before, shape.step_n(along_a));
   if (all_units > kHighestSize) return false;
@@ -168,8 +169,8 @@ bool set_units(const CombShape& shape, bool along_a, CombArgs& args) {
   return true;
 }
 
-// out = epilogue(x weightᵀ), of matrices. False, and nothing is launched, where the kernel does not
-// take these tensors.
+// out = epilogue(x weightᵀ), of matrices. Returns false, without a launch, if the kernel does not
+// support these tensors.
 bool run_linear_combs(const LinearCombsKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const EpilogueArgs& epilogue) {

@@ -1,4 +1,4 @@
-// The linear kernels of 16-bit types and TF32: which of them, tensor maps, launch.
+// The linear kernels for 16-bit types and TF32: choice of the tile shape, tensor maps, launch.
 #pragma once
 
 #include "host/linear_split.h"
@@ -7,13 +7,13 @@
 namespace fx_fuser {
 namespace {
 
-// Tiles of a cluster, taken as one.
+// How many clusters' tiles the result has: a cluster's tiles count as one.
 int64_t dense_tiles(const DenseShape& shape, int64_t m, int64_t n) {
   return ceil_div(m, shape.tile_m) * ceil_div(n, shape.tile_n() * shape.cluster);
 }
 
-// Clusters of a kernel that are resident at once: some parts of a GPU may have an odd number of
-// multiprocessors.
+// Clusters of a kernel that are resident at once. Not the multiprocessors divided by the cluster's
+// size: some GPCs have an odd number of multiprocessors.
 template <class Shape>
 int64_t resident_clusters(Kernel kernel, const Shape& shape, int threads, int multiprocessors) {
   if (shape.cluster == 1) return multiprocessors;
@@ -30,12 +30,12 @@ int64_t resident_clusters(Kernel kernel, const Shape& shape, int threads, int mu
   return std::max(clusters, 1);
 }
 
-// Kernels of a loop, one for each of kDenseShapes from `first` to before `end`.
+// Kernels of one main loop, one for each of kDenseShapes in [first, end).
 struct DenseChoice {
   int first;
   int end;
   std::array<Kernel, kDenseShapeCount> kernel{};
-  std::array<int64_t, kDenseShapeCount> clusters{};  // that the device runs at once
+  std::array<int64_t, kDenseShapeCount> clusters{};  // how many the device runs at once
 
   static DenseChoice of(Library library, const std::string& name, int first, int end, int device) {
     DenseChoice made{first, end};
@@ -48,7 +48,7 @@ struct DenseChoice {
     return made;
   }
 
-  // The shape that is done in the fewest cycles, rounds of tiles counted whole.
+  // The shape that takes the fewest cycles, counting whole rounds of tiles.
   int best(int64_t m, int64_t n) const {
     int found = first;
     int64_t fewest = std::numeric_limits<int64_t>::max();
@@ -63,7 +63,7 @@ struct DenseChoice {
     return found;
   }
 
-  // args: complete but for the number of tiles. times: how often each tile is computed, in parts.
+  // args: complete except for the number of tiles. times: chunks of k, each computing all tiles.
   template <class Args>
   void launch_tiles(int chosen, Kernel loop, int64_t times, Args& args, Stream stream) const {
     const DenseShape& shape = kDenseShapes[chosen];
@@ -82,14 +82,15 @@ struct LinearDenseKernels : GemmKernel, EpilogueTypes {
 
   explicit LinearDenseKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  // It has tiles for all sizes.
+  // It has tile shapes for all sizes.
   bool is_profitable(const Tensor& /*x*/, const Tensor& /*weight*/) const override { return true; }
   bool run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
            const Tensor& y, const std::optional<Tensor>& c,
            const EpilogueArgs& args) const override;
 };
 
-// TFLOAT32: TMA rounds, where the tensor core would cut off, which triples the error.
+// Float is copied as TFLOAT32, so that TMA rounds: the tensor core would truncate, with three times
+// the error.
 int copied_as(ScalarType type) {
   switch (type) {
     case ScalarType::BFloat16:
@@ -99,7 +100,7 @@ int copied_as(ScalarType type) {
     case ScalarType::Float:
       return kMapTFloat32;
     default:
-      STD_TORCH_CHECK(false, "fx_fuser: FX_FUSER_LINEAR_DENSE takes no x of type ", toString(type));
+      STD_TORCH_CHECK(false, "fx_fuser: FX_FUSER_LINEAR_DENSE does not support ", toString(type));
   }
 }
 
@@ -117,12 +118,12 @@ int64_t load_linear_exact(const Sources& from) { return load_dense(kExactShapeCo
 const AddLoader kLinearDenseLoader("linear_dense", load_linear_dense);
 const AddLoader kLinearExactLoader("linear_exact", load_linear_exact);
 
-// May vectors of 16 bytes be stored to, or loaded from, the rows of this tensor?
+// True if the rows of this tensor can be loaded and stored in 16-byte vectors.
 bool takes_vectors(const Tensor& tensor, int64_t rows, int64_t stride) {
   return tensor.dim() > 0 && has_aligned_rows(tensor, rows, stride);
 }
 
-// The result's part of the arguments: [m, n]. False where the kernels do not take these sizes,
+// Sets the arguments of the result, [m, n]. False if the kernels do not support these sizes,
 // strides or addresses.
 bool set_dense_result(LinearDenseArgs& args, int64_t m, int64_t n, const Tensor& out,
                       const std::optional<Tensor>& z, const std::optional<Tensor>& bias,
@@ -159,9 +160,8 @@ bool set_dense_result(LinearDenseArgs& args, int64_t m, int64_t n, const Tensor&
   return true;
 }
 
-// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if asked for.
-// False, and nothing is launched, where TMA or the kernels' indices do not take these
-// shapes, strides or addresses.
+// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if given. Returns false, without
+// a launch, if TMA or the kernels' indices do not support these shapes, strides or addresses.
 bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const EpilogueArgs& epilogue) {
@@ -174,7 +174,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
 
   const auto x_stride = row_stride(x, out);
   if (!x_stride || k > std::numeric_limits<int32_t>::max() - (1 << 16)) return false;
-  // TMA wants rows that follow each other, by less than 2^40 bytes.
+  // TMA needs rows that do not overlap and are less than 2^40 bytes apart.
   const auto is_copied = [&](const Tensor& tensor, int64_t rows, int64_t stride) {
     const bool in_reach = rows == 1 || (stride >= k && stride < int64_t{1} << 37);
     return in_reach && has_aligned_rows(tensor, rows, stride);
@@ -189,7 +189,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   const DenseShape& shape = kDenseShapes[chosen];
   const int64_t element = static_cast<int64_t>(x.element_size());
   const auto map_of = [&](const Tensor& tensor, int64_t rows, int64_t stride, int box_rows) {
-    // The stride of a single row is never used, but must be one that TMA takes.
+    // The stride of a single row is never used, but must be valid for TMA.
     const int64_t bytes = rows == 1 ? ceil_div(k * element, 16) * 16 : stride * element;
     return tensor_map<2>(
         copied_as(kernels.x), tensor.data_ptr(),

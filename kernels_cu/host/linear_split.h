@@ -1,4 +1,4 @@
-// The fp32 product on tensor cores: tensor maps, workspace, launch.
+// The fp32 product on tensor cores (the split product): tensor maps, workspace, launch.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace {
 struct SplitLoop {
   int threads;
   int shared_bytes;
-  int stages;     // that mma.sync's loop is told of; 0: wgmma, with tensor maps
+  int stages;     // of the mma.sync loop; 0: the wgmma loop, with tensor maps
   bool clusters;  // has_clusters
 
   static SplitLoop hopper() { return {kLinearThreads, kLinearSharedBytes, 0, true}; }
@@ -41,18 +41,18 @@ struct SplitLoop {
   }
 };
 
-// x: the type of the operand that is split first: fp32, or of 16 bits and never the other's.
+// x: the type of the pre-split operand: fp32, or a 16-bit type if the other operand is fp32.
 struct LinearSplitKernels : GemmKernel, EpilogueTypes {
   SplitLoop loop;
   Kernel split_rows;
   Kernel split_columns;
-  std::array<Kernel, 2> product;  // of a weight as it is, of an N-major one
+  std::array<Kernel, 2> product;  // for a K-major weight, for an N-major one
   std::array<Kernel, 2> chunk;
   Kernel sum;
   Kernel copy_rows;
   SplitRates rates;
   std::unique_ptr<Fallback> precision;  // to the library's product
-  std::unique_ptr<Fallback> guesses;    // to scales that are found ahead
+  std::unique_ptr<Fallback> guesses;    // to scales that are computed ahead
 
   explicit LinearSplitKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
@@ -85,8 +85,8 @@ int64_t load_split(const Sources& from, bool mma) {
   return keep<GemmKernel, LinearSplitKernels>(from, std::move(kernels));
 }
 
-// Of linear/linear_split.cuh, whose loop is wgmma's where the GPU has it; and, on every GPU, of
-// linear/linear_split_mma.cuh.
+// linear_split loads linear/linear_split.cuh, whose main loop uses wgmma if the GPU has it;
+// linear_split_mma loads linear/linear_split_mma.cuh, which runs on every GPU.
 int64_t load_linear_split(const Sources& from) {
   const bool has_wgmma = attribute_of(from.device, kDeviceMajor) == 9;
   return load_split(from, /*mma=*/!has_wgmma);
@@ -95,8 +95,8 @@ int64_t load_linear_split_mma(const Sources& from) { return load_split(from, /*m
 const AddLoader kLinearSplitLoader("linear_split", load_linear_split);
 const AddLoader kLinearSplitMmaLoader("linear_split_mma", load_linear_split_mma);
 
-// The stride between rows of a tensor seen as [rows, columns], whose leading dimensions broadcast
-// to those of `like`; nothing where the rows are not evenly spaced.
+// The row stride of a tensor viewed as [rows, columns], whose leading dimensions broadcast to those
+// of `like`; std::nullopt if the rows are not evenly spaced.
 std::optional<int64_t> row_stride(const Tensor& tensor, const Tensor& like) {
   const int rank = static_cast<int>(like.dim());
   const int missing = rank - static_cast<int>(tensor.dim());
@@ -113,14 +113,14 @@ std::optional<int64_t> row_stride(const Tensor& tensor, const Tensor& like) {
   return stride;
 }
 
-// What 16-byte loads and TMA ask of rows.
+// True if 16-byte loads and TMA can read the rows.
 bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
   return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
          (rows == 1 || stride * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
 }
 
-// What is multiplied.
+// The operands' types.
 struct LinearTypes {
   ScalarType x;
   ScalarType weight;
@@ -148,7 +148,7 @@ void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& type
     multiply = weight.size(d) == x.size(d);
   }
   STD_TORCH_CHECK(multiply, "fx_fuser: x of shape ", to_string(x.sizes()),
-                  " has no product with weight ", to_string(weight.sizes()));
+                  " cannot be multiplied by weight ", to_string(weight.sizes()));
   const auto check_result = [&](const Tensor& result, const char* name) {
     bool fits = result.dim() == x.dim() && result.size(-1) == weight.size(-2);
     for (int64_t d = 0; fits && d + 1 < x.dim(); ++d) fits = result.size(d) == x.size(d);
@@ -172,7 +172,7 @@ void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& type
 
 // ---- the launch ---------------------------------------------------------------------------------
 
-// Which operand is split first, where that is no choice: one of 16 bits.
+// Which operand is pre-split if one is 16-bit: that one. Otherwise there is a choice.
 std::optional<bool> forced_weight_first(const LinearSplitKernels& kernels, const Tensor& weight) {
   if (kernels.x == ScalarType::Float) return std::nullopt;
   return weight.scalar_type() == kernels.x;
@@ -184,14 +184,14 @@ LinearTypes split_types(const LinearSplitKernels& kernels, const Tensor& weight)
                       : LinearTypes{kernels.x, ScalarType::Float};
 }
 
-// Parts of fp16 that make a value of the operand that is split first.
+// fp16 per value of the pre-split operand.
 int64_t split_parts(const LinearSplitKernels& kernels) {
   return kernels.x == ScalarType::Float ? 2 : 1;
 }
 
 float least_sum(const SplitPlan& plan) { return kLeastSum * std::sqrt(static_cast<float>(plan.k)); }
 
-// The product of `first`, which is split, and `second`, whose values TMA takes.
+// Arguments of the product of `first`, which is pre-split, and `second`, which is streamed.
 LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand& second,
                                    const SplitSizes& sizes, const SplitPlan& plan,
                                    const Planes& planes, const SplitWorkspace& work, int64_t parts,
@@ -234,7 +234,7 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
   return args;
 }
 
-// What follows from a call for each of its launches.
+// What all launches of a call share.
 struct SplitLaunch {
   const LinearSplitKernels& kernels;
   const SplitCall& call;
@@ -315,10 +315,10 @@ struct SplitLaunch {
   }
 };
 
-// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if asked for.
-// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. Both
-// are fp32, or one is of the kernels' 16-bit type. False, and nothing is launched, where the
-// kernels' indices do not take these shapes or strides.
+// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if given. x is [*, K], weight
+// [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. Both are fp32, or one has
+// the kernels' 16-bit type. Returns false, without a launch, if the kernels do not support these
+// shapes or strides.
 bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const EpilogueArgs& epilogue,
@@ -335,11 +335,12 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   if (forced) wish.weight_first = forced;
   const auto call = SplitCall::of(out, tensors, kernels.rates, wish);
   if (!call) return false;
-  // Kernels of a 16-bit operand find no other's scales, and the op has asked already.
+  // Kernels with a 16-bit operand cannot compute the other's scales; is_profitable has asked
+  // `guesses` already.
   wish.exact = !forced && (kernels.guesses->takes_call(call->sizes.all()) || wish.exact);
   const SplitSizes& sizes = call->sizes;
   const SplitChoice& choice = call->choice;
-  // A matrix has batches where strides alone make them, and they cost tiles.
+  // A weight matrix has batches only if x's or the result's strides force them, which adds tiles.
   if (weight.dim() == 2 && sizes.batches > 1 && !call->is_profitable()) return false;
   const auto result = linear_result(call->rows, out, z, bias, epilogue);
   if (!result || !is_in_reach(choice.weight_first ? sizes.transposed() : sizes, choice.plan)) {
@@ -385,7 +386,8 @@ bool LinearSplitKernels::is_profitable(const Tensor& x, const Tensor& weight) co
   const auto forced = forced_weight_first(*this, weight);
   const auto call = SplitCall::of(x, {&weight, &x}, rates, {0, forced});
   if (!call || !call->is_profitable()) return false;
-  // What streams has guessed scales, and where they are often wrong no other operand can.
+  // The streamed operand's scales are guessed; if they are often wrong, the roles cannot be swapped
+  // and the scales cannot be computed ahead.
   if (forced && guesses->takes_call(call->sizes.all())) return false;
   return !precision->takes_call(call->sizes.all());
 }

@@ -1,4 +1,4 @@
-// The gemm of unaligned 16-bit operands: which of them, launch.
+// The gemm of unaligned 16-bit operands: checks, launch.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct LinearUnalignedKernels : GemmKernel, EpilogueTypes {
 
   explicit LinearUnalignedKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  // For these sizes it was chosen by a clock; there is no model of others.
+  // Chosen by measurement for these sizes; there is no cost model for others.
   bool is_profitable(const Tensor& /*x*/, const Tensor& /*weight*/) const override { return true; }
   bool run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
            const Tensor& y, const std::optional<Tensor>& c,
@@ -34,8 +34,8 @@ int64_t load_linear_unaligned(const Sources& from) {
   const Signature types(from, 4);
   types.check_operands(kMaxInputs - 1);
   const int shape = types.sizes[0];
-  STD_TORCH_CHECK(shape >= 0 && shape < kUnalignedShapeCount, "fx_fuser: there is no shape ", shape,
-                  " of the unaligned gemm");
+  STD_TORCH_CHECK(shape >= 0 && shape < kUnalignedShapeCount,
+                  "fx_fuser: the unaligned gemm has no shape ", shape);
   auto kernels = std::make_unique<LinearUnalignedKernels>(types);
   kernels->shape = kUnalignedShapes[shape];
   kernels->step_k = types.sizes[1];
@@ -49,8 +49,8 @@ int64_t load_linear_unaligned(const Sources& from) {
 }
 const AddLoader kLinearUnalignedLoader("linear_unaligned", load_linear_unaligned);
 
-// What the kernel reads of a tensor whose last dimensions are rows and k. stride: of the merged
-// leading dimensions and rows. Nothing where it does not have the form.
+// The kernel's view of a tensor whose last dimensions are rows and k. stride: of the merged leading
+// dimensions and rows. std::nullopt if the tensor does not have the form.
 std::optional<UnalignedOperand> unaligned_operand(const Tensor& tensor, const MergedRows& merged,
                                                   const MergedRows::Strides& stride, int64_t rows,
                                                   int form) {
@@ -72,9 +72,9 @@ std::optional<UnalignedOperand> unaligned_operand(const Tensor& tensor, const Me
   return UnalignedOperand{data, data + 2 * (last + 1), {stride.outer, stride.inner}, line_stride};
 }
 
-// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if asked for.
-// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. False,
-// and nothing is launched, where the kernel does not take these strides.
+// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if given. x is [*, K], weight
+// [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. Returns false, without a
+// launch, if the kernel does not support these strides.
 bool run_linear_unaligned(const LinearUnalignedKernels& kernels, const Tensor& x,
                           const Tensor& weight, const std::optional<Tensor>& bias,
                           const Tensor& out, const std::optional<Tensor>& z,

@@ -1,4 +1,4 @@
-// What a function that graphs call makes.
+// The results of a function that graphs call.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@
 namespace fx_fuser {
 namespace {
 
-// y, and of the further results those that are wanted.
+// y, and the further results that the caller wants.
 struct Made {
   Tensor y;
   std::vector<Tensor> more;

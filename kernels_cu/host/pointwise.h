@@ -1,4 +1,4 @@
-// The pointwise kernel: loops over out coalesced, operand modes chosen, kernels kept by name.
+// The pointwise kernel: coalesces the loops over out, chooses operand modes, launches.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ int64_t load_pointwise(const Sources& from) {
 const AddLoader kPointwiseLoader("pointwise", load_pointwise);
 
 // out and every input as one set of loops: dimensions in out's memory order, innermost first, each
-// with one stride an operand (out's last). Bounded, since a launch should not allocate.
+// with one stride per operand (out's last). Fixed size, since a launch should not allocate.
 struct Loops {
   static constexpr int kMaxRank = 64;  // torch's own limit
   int rank = 0;
@@ -96,7 +96,7 @@ Loops loops_over(const Tensor& out, const std::vector<Tensor>& inputs) {
   return loops;
 }
 
-// Two neighbouring loops are one where every operand steps through them as through one.
+// Merges two neighbouring loops if every operand steps through them as through one.
 void coalesce(Loops& loops) {
   int last = 0;
   for (int d = 1; d < loops.rank; ++d) {
@@ -126,8 +126,8 @@ bool same_layout(const Loops& loops, int operand) {
   return std::equal(out.begin(), out.begin() + loops.rank, loops.stride[operand].begin());
 }
 
-// An operand that overlaps out must be out, element for element: a thread then reads what only it
-// writes.
+// An operand that overlaps out must have the same elements at the same addresses: then a thread
+// reads only what it writes itself.
 void check_overlap(const Loops& loops, int operand, const Tensor& out, const Tensor& input) {
   const auto begin = reinterpret_cast<uintptr_t>(input.data_ptr());
   const auto end = begin + (highest_offset(loops, operand) + 1) * input.element_size();
@@ -146,8 +146,8 @@ Mode mode_of(const Loops& loops, int operand, const Tensor& input, int width) {
   const int64_t element = input.element_size();
   const int64_t alignment = std::min<int64_t>(16, width * element);
   bool aligned = reinterpret_cast<uintptr_t>(input.data_ptr()) % alignment == 0;
-  // Vectors begin at multiples of `width` in out. Where the operand runs along with out that is a
-  // multiple in the operand too; elsewhere if rows are whole vectors and begin aligned.
+  // Vectors begin at multiples of `width` in out. That is a multiple in the operand too if it has
+  // out's layout; otherwise its rows must be whole vectors and begin aligned.
   if (!same_layout(loops, operand)) {
     aligned &= stride[0] == 1 && loops.size[0] % width == 0;
     for (int d = 1; d < loops.rank; ++d) aligned &= stride[d] * element % alignment == 0;
@@ -194,7 +194,7 @@ void launch_pointwise(const PointwiseKernels& kernels, const Loops& loops, const
   }
 }
 
-// False, and nothing is launched, where more than kMaxDims dimensions remain after coalescing.
+// Returns false, without a launch, if more than kMaxDims dimensions remain after coalescing.
 bool try_pointwise(const PointwiseKernels& kernels, const Tensor& out,
                    const std::vector<Tensor>& inputs, const std::vector<double>& scalars) {
   require_cuda(out, "out");
@@ -222,7 +222,7 @@ bool try_pointwise(const PointwiseKernels& kernels, const Tensor& out,
   coalesce(loops);
   if (loops.rank > kMaxDims) return false;
 
-  // What a grid of whole vectors overshoots must stay below 2^31 too.
+  // Indices of a grid of whole vectors exceed numel, and must stay below 2^31 too.
   constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
   bool narrow = out.numel() <= kHighest;
   for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {

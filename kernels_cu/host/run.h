@@ -1,5 +1,5 @@
-// fx_fuser::run on CUDA: a function, all whose arguments but its tensors and sizes are a text.
-// fx_fuser/ops/run.py says why, and what the text is.
+// fx_fuser::run on CUDA: calls a function whose arguments, except tensors and sizes, are encoded in
+// a string, the program. fx_fuser/ops/run.py documents the reason and the format.
 #pragma once
 
 #include <algorithm>
@@ -30,13 +30,13 @@
 namespace fx_fuser {
 namespace {
 
-// What a program is given at a call.
+// The tensors and sizes of one call.
 struct Given {
   const std::vector<Tensor>& t;
   const std::vector<int64_t>& sizes;
 };
 
-// The words of a program, one after the other.
+// Reads a program's words one after the other.
 class ProgramText {
  public:
   explicit ProgramText(std::string_view text) : whole_(text), left_(text) {}
@@ -49,7 +49,7 @@ class ProgramText {
     return found;
   }
 
-  // What follows this letter.
+  // The rest of a word that begins with this letter.
   std::string_view word(char kind) {
     require(!left_.empty() && left_[0] == kind);
     left_.remove_prefix(1);
@@ -87,7 +87,7 @@ class ProgramText {
     return sizes_++;
   }
 
-  // How many of them were read.
+  // How many tensors and sizes were read.
   size_t tensors() const { return tensors_; }
   size_t sizes() const { return sizes_; }
 
@@ -114,7 +114,7 @@ class ProgramText {
   size_t sizes_ = 0;
 };
 
-// An argument of a function, read from the program: of(given) is its value.
+// A function's argument, parsed from the program; of(given) is its value in a call.
 template <class T>
 class Argument {
  public:
@@ -164,7 +164,7 @@ class Argument<int64_t> {
   int64_t value_ = 0;
 };
 
-// Copied only where there is a size among them.
+// Copied only if one of the elements is a size.
 template <>
 class Argument<std::vector<int64_t>> {
  public:
@@ -243,13 +243,13 @@ class Argument<std::vector<Tensor>> {
 struct Program {
   size_t tensors = 0;
   size_t sizes = 0;
-  // Nothing where the function does not take these tensors.
+  // std::nullopt if the function does not support these tensors.
   std::function<std::optional<Made>(const Given&)> run;
 };
 
 template <class Result, class... Arguments>
 Program program_of(Result (*function)(Arguments...), ProgramText& text) {
-  // In the order of the text: so braces, not parentheses.
+  // Braces, not parentheses: they guarantee evaluation in the program's order.
   std::tuple<Argument<std::decay_t<Arguments>>...> held{Argument<std::decay_t<Arguments>>(text)...};
   text.require(text.is_read());
   return {text.tensors(), text.sizes(), [function, held = std::move(held)](const Given& given) {
@@ -279,7 +279,7 @@ Program program_of(const std::string& program) {
   STD_TORCH_CHECK(false, "fx_fuser: run knows no function ", name);
 }
 
-// Each program is read once. A reference stays: nothing is taken out.
+// Each program is parsed once. References stay valid: nothing is ever erased.
 const Program& known_program(const std::string& program) {
   static std::mutex mutex;
   static std::unordered_map<std::string, Program> known;

@@ -1,8 +1,9 @@
 // The one translation unit between torch and the kernels: loads cubins, reads tensors, launches.
 //
-// Built on the LibTorch stable ABI at version 2.11 and linked with nothing of CUDA's, so that a
+// Built on the LibTorch stable ABI at version 2.11 and not linked with any CUDA library, so that a
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
-// host/device.h) and into every CUDA torch from 2.11 on. The driver is given to it by `use_driver`.
+// host/device.h) and into every CUDA torch from 2.11 on. `use_driver` passes in the driver's
+// functions.
 #include "host/attention_backward.h"
 #include "host/attention_bias.h"
 #include "host/attention_bias_backward.h"
@@ -68,7 +69,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "int[]");
 }
 
-// For every device, so that a CPU tensor meets our error and not the dispatcher's.
+// For every device, so that a CPU tensor gets our error and not the dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("contract", TORCH_BOX(&contract));
   m.impl("use_driver", TORCH_BOX(&use_driver));

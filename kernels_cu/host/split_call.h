@@ -1,4 +1,4 @@
-// Of the split product: a call's tensors as the kernels see them, and the memory that they share.
+// The split product: a call's tensors as the kernels see them, and the kernels' workspace.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace fx_fuser {
 namespace {
 
-// What a call's kernels write for each other.
+// Memory through which a call's kernels pass data to each other.
 struct SplitWorkspace {
   Tensor memory;
   void* split;
@@ -27,12 +27,12 @@ struct SplitWorkspace {
   SplitRowFactors* other_factors;
   float* partial;
 
-  // parts: of a value of the operand that is split first. tiles: of all planes. other_rows: of the
-  // other operand, whose scales are found too. partials: elements.
+  // parts: fp16 per value of the pre-split operand. tiles: of all planes. other_rows: rows of the
+  // other operand if its scales are computed ahead, else 0. partials: elements of partial sums.
   SplitWorkspace(const Tensor& like, int64_t parts, int64_t rows, int64_t padded_k,
                  int64_t spill_blocks, int64_t tiles, int64_t other_rows, int64_t partials)
       : memory(like) {
-    // All are aligned on eight bytes, and what needs more comes first.
+    // All are aligned to eight bytes; those that need more come first.
     const int64_t at_spilled = parts * rows * padded_k * 2;
     const int64_t at_unsure = at_spilled + spill_blocks * kLinearTileM * kLinearTileN * 4;
     const int64_t at_redo =
@@ -53,7 +53,7 @@ struct SplitWorkspace {
   }
 };
 
-// Sizes that indices of 32 bits reach, with all that is counted of them.
+// True if 32-bit indices suffice for the sizes and for everything that is counted.
 bool is_in_reach(const SplitSizes& sizes, const SplitPlan& plan) {
   constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
   const int64_t planes = sizes.batches * plan.chunks;
@@ -64,24 +64,25 @@ bool is_in_reach(const SplitSizes& sizes, const SplitPlan& plan) {
          (plan.chunks == 1 || rows * partial_pitch(std::min(sizes.m, sizes.n)) + rows <= kHighest);
 }
 
-// What a caller may ask for, as tests do. chunks: of k; 0: as many as pay. exact: the scales of the
-// operand that is not split first are found ahead, not guessed.
+// Choices that a caller, such as a test, may force. chunks: of k; 0: as the cost model says.
+// exact: the scales of the streamed operand (the one that is not pre-split) are computed ahead
+// instead of guessed.
 struct SplitWish {
   int64_t chunks = 0;
   std::optional<bool> weight_first;
   bool exact = false;
 };
 
-// A product's tensors as the kernels see them, and what is to be made of them.
+// A product's tensors as the kernels see them, and how it is computed.
 struct SplitCall {
   MergedRows rows;
   SplitOperand x;
   SplitOperand weight;
   SplitSizes sizes;
   SplitChoice choice;
-  double library;  // seconds, of its product
+  double library;  // seconds that the library's product takes, as modelled
 
-  // tensors: the weight, x and others. Nothing where the kernels do not take these strides.
+  // tensors: the weight, x and others. std::nullopt if the kernels do not support these strides.
   static std::optional<SplitCall> of(const Tensor& like, const std::vector<const Tensor*>& tensors,
                                      const SplitRates& rates, const SplitWish& wish = {}) {
     const auto rows = merge_rows(like, tensors);
@@ -98,7 +99,7 @@ struct SplitCall {
     return SplitCall{*rows, x, weight, sizes, choice, library_seconds(sizes, rates)};
   }
 
-  // Of x as the kernels see it.
+  // sizes: with the kernels' x, the pre-split operand, as m.
   static SplitPlan plan_of(const SplitSizes& sizes, const SplitWish& wish,
                            const SplitRates& rates) {
     if (wish.chunks == 0) return split_plan(sizes, rates);
@@ -106,11 +107,10 @@ struct SplitCall {
     return split_in_chunks(sizes, chunks, rates);
   }
 
-  // Is the split product faster than the library's?
+  // Whether the split product is faster than the library's.
   bool is_profitable() const { return choice.seconds < library; }
 
-  // How long repairs may take, as a part of the product's time, until the library is the faster
-  // one.
+  // The time that repairs may take, relative to the product's, before the library is faster.
   float bearable() const {
     constexpr double kLeast = 0.05;
     return static_cast<float>(std::max(library / choice.seconds - 1, kLeast));

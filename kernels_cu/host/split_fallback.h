@@ -1,4 +1,4 @@
-// What a split product's kernel may see of its data that makes another way the faster one.
+// Lets a split product's kernel report data for which another way to compute it is faster.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 namespace fx_fuser {
 namespace {
 
-// The kernel sets a word in the host's memory, and the next calls of the same sizes go the other
-// way: nobody waits for anybody, and the first calls are slow, never wrong. Of the same sizes
-// alone: one product of a net may have such data in every step, and the others none.
+// The kernel sets a word in mapped host memory, and later calls with the same sizes go the other
+// way. There is no synchronisation: the first calls are slow, never wrong. It is per size because
+// one product of a model may have such data in every step, and the others none.
 class Fallback {
  public:
   Fallback() {
@@ -25,11 +25,11 @@ class Fallback {
     reset();
   }
 
-  using Sizes = std::array<int64_t, 3>;  // that tell one product from another
+  using Sizes = std::array<int64_t, 3>;  // identify a product
 
   uint32_t* flag(const Sizes& sizes) const { return flags_ + slot(sizes); }
 
-  // Is this call to go the other way?
+  // True if this call should go the other way. Counts the call.
   bool takes_call(const Sizes& sizes) { return takes_call_of(slot(sizes)); }
 
   void reset() {
@@ -41,9 +41,9 @@ class Fallback {
   }
 
  private:
-  static constexpr int kCalls = 1000;  // the slow ones are then a few per cent of the time
+  static constexpr int kCalls = 1000;  // slow calls then cost a few per cent of the time
   static constexpr int kSlots = 64;
-  static constexpr int kOfSlowCall = 4;  // and -1 of a call that was not
+  static constexpr int kOfSlowCall = 4;  // added per slow call; any other call subtracts 1
   static constexpr int kHighest = 64;
 
   static int slot(const Sizes& sizes) {
@@ -56,7 +56,7 @@ class Fallback {
   }
 
   bool takes_call_of(int i) {
-    // Not exact between threads, and need not be.
+    // Races between threads only make the score inexact, which is harmless.
     const auto seen = static_cast<int>(*static_cast<volatile uint32_t*>(flags_ + i));
     if (seen > 0) flags_[i] = 0;
     score_[i] = std::max(0, score_[i] + (seen > 0 ? kOfSlowCall * seen : -1));

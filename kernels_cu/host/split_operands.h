@@ -1,5 +1,5 @@
-// The split product's operands: one that the pre-pass splits, and one that TMA takes as
-// it lies or of which it gets a copy.
+// The split product's operands: one that the pre-pass splits into fp16 halves, and one that TMA
+// reads in place or, if its strides do not allow it, from an aligned copy.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace fx_fuser {
 namespace {
 
-// Sizes and box innermost first; strides in bytes, of all dimensions but the innermost.
+// Sizes and box are innermost first; strides, in bytes, exclude the innermost dimension.
 template <int kRank>
 TensorMap tensor_map(int type, const void* data, const std::array<uint64_t, kRank>& sizes,
                      const std::array<uint64_t, kRank - 1>& strides,
@@ -38,7 +38,8 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 1
 
 // ---- any operand --------------------------------------------------------------------------------
 
-// Of planes [rows, k]; a batch's stride is 0 where all share the operand.
+// An operand as planes [rows, k], one per batch (outer, inner); a batch's stride is 0 if all share
+// the operand.
 struct SplitOperand {
   const void* data;
   int64_t rows;
@@ -50,7 +51,7 @@ struct SplitOperand {
   int64_t outer_size;  // 1 where shared
   int64_t inner_size;
 
-  // Of the tensors that `merged` was made of.
+  // From the tensors that `merged` was computed for.
   static SplitOperand of_weight(const Tensor& weight, const MergedRows& merged) {
     return of(weight, merged, merged.of[0], weight.size(-2), weight.stride(-2));
   }
@@ -58,10 +59,10 @@ struct SplitOperand {
     return of(x, merged, merged.of[1], merged.rows, merged.of[1].row);
   }
 
-  // Are the rows adjacent in memory, and not the k?
+  // True if rows, not k, are adjacent in memory.
   bool transposed() const { return stride_k != 1 && rows > 1 && stride_row == 1; }
 
-  // As they lie in memory.
+  // Lines and columns in memory order.
   int64_t lines() const { return transposed() ? k : rows; }
   int64_t columns() const { return transposed() ? rows : k; }
   int64_t line_stride() const { return transposed() ? stride_k : stride_row; }
@@ -74,7 +75,7 @@ struct SplitOperand {
            (outer_size == 1 || in_reach(outer)) && (inner_size == 1 || in_reach(inner));
   }
 
-  // Reading and writing, and a launch.
+  // Time to read and write the operand, plus a launch.
   double seconds_to_copy(const SplitRates& rates) const {
     constexpr double kLaunch = 2e-6;
     if (is_taken_as_it_lies()) return 0;
@@ -83,7 +84,8 @@ struct SplitOperand {
            8 * planes * static_cast<double>(rows) * static_cast<double>(k) / rates.work_bandwidth;
   }
 
-  // The same values in lines that TMA takes; the tensor holds them.
+  // Copies the values into lines that TMA accepts and points this operand at them; the returned
+  // tensor owns the memory.
   Tensor move_to_aligned_lines(Kernel copy, const Tensor& like, Stream stream) {
     const bool across = transposed();
     const int64_t pitch = ceil_div(columns(), 4) * 4;
@@ -113,7 +115,7 @@ struct SplitOperand {
 
   TensorMap map() const {
     const auto unsigned64 = [](int64_t value) { return static_cast<uint64_t>(value); };
-    // A stride along one element is never used, but must be one that TMA takes.
+    // The stride of a dimension of size 1 is never used, but must be valid for TMA.
     const int64_t of_lines = lines() == 1 ? ceil_div(columns(), 4) * 4 : line_stride();
     const int64_t of_inner = inner_size == 1 ? of_lines : inner;
     const int64_t of_outer = outer_size == 1 ? of_lines : outer;
@@ -154,7 +156,7 @@ int strip_cluster(int64_t strips, int64_t k_tiles, int64_t multiprocessors) {
   return blocks;
 }
 
-// `planes` are those of the product. The results' places are left to be set.
+// `planes` are those of the product. The caller sets where the results go.
 SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded_k, bool natural,
                      ScalarType type) {
   SplitArgs args{};
@@ -173,7 +175,7 @@ SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded
   return args;
 }
 
-// parts: fp16 that make a value: hi, and perhaps lo.
+// parts: fp16 per value: 1 (hi) or 2 (hi and lo).
 TensorMap split_map(const void* split, int64_t padded_k, int64_t rows, int64_t planes,
                     int64_t parts) {
   const auto unsigned64 = [](int64_t value) { return static_cast<uint64_t>(value); };

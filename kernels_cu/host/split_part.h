@@ -1,4 +1,4 @@
-// Of the split product: which rows of the operand that is split first one launch takes.
+// The split product: which rows of the pre-split operand one launch processes.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace fx_fuser {
 namespace {
 
-// Bytes of an element of each place of a LinearResult.
+// Element size in bytes of each place of a LinearResult.
 using PlaceSizes = std::array<int64_t, LinearResult::kFirstOperand + kMaxInputs>;
 
-// A product, or the rows of its result (its columns, where the weight is split first) that follow
-// from some rows of the operand that is split first.
+// A product, or the part of it that results from some rows of the pre-split operand: rows of the
+// result, or columns if the weight is pre-split.
 struct SplitPart {
   SplitOperand first;
   SplitOperand second;
@@ -25,7 +25,7 @@ struct SplitPart {
   LinearResult result;
   bool weight_first;
 
-  // Rows [begin, begin + count) of `first`. Of a product of one batch.
+  // The part from rows [begin, begin + count) of `first`, for a product of one batch.
   SplitPart of_rows(int64_t begin, int64_t count, int64_t first_size,
                     const PlaceSizes& bytes) const {
     SplitPart part = *this;
@@ -54,13 +54,13 @@ struct SplitPart {
   }
 };
 
-// Of an operand's split that a launch may keep in memory: a language model's gradient of its
-// logits, split whole, would be a tenth of a training step's peak.
+// The most memory for the split of an operand: a language model's gradient of its logits, split
+// whole, would add a tenth to a training step's peak.
 constexpr int64_t kMostSplitBytes = 96ll << 20;
-constexpr double kPartSeconds = 15e-6;  // that another part costs beside its own work, as measured
+constexpr double kPartSeconds = 15e-6;  // overhead of another part, as measured
 
-// How many rows of the operand that is split first a launch takes: whole tiles, in as many parts as
-// are modelled as the fastest. sizes: with these rows as m. bytes_of_row: of its split.
+// How many rows of the pre-split operand a launch processes: whole tiles, in the number of parts
+// that the model finds fastest. sizes: with these rows as m. bytes_of_row: of the split.
 int64_t rows_at_once(const SplitSizes& sizes, int64_t bytes_of_row, const SplitRates& rates) {
   if (sizes.batches > 1 || sizes.m * bytes_of_row <= kMostSplitBytes) return sizes.m;
   const int64_t tiles = ceil_div(sizes.m, kLinearTileM);

@@ -1,5 +1,5 @@
-// Of the split product: how tensors become planes, how many chunks of k pay, and which operand is
-// split first.
+// The split product's plan: how tensors become planes, into how many chunks k is divided, and which
+// operand is pre-split.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 namespace fx_fuser {
 namespace {
 
-// As few blocks as finish in the same number of rounds: the others would only draw power.
+// The fewest blocks that finish in the same number of rounds: more would only draw power.
 int64_t persistent_blocks(int64_t tiles, int64_t multiprocessors) {
   return ceil_div(tiles, ceil_div(tiles, multiprocessors));
 }
 
-// ---- how long, in how many chunks ---------------------------------------------------------------
+// ---- cost model, chunks of k --------------------------------------------------------------------
 
 struct SplitSizes {
   int64_t batches;
@@ -27,7 +27,7 @@ struct SplitSizes {
   int64_t n;
   int64_t k;
 
-  // What tells one product from another, however its rows are seen as batches.
+  // Identifies a product, independent of how its rows are divided into batches.
   std::array<int64_t, 3> all() const { return {batches * m, n, k}; }
   int64_t tiles() const { return batches * ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN); }
   double elements_of_x() const { return product(m, k); }
@@ -35,7 +35,7 @@ struct SplitSizes {
   double elements_of_result() const { return product(m, n); }
   double operations() const { return 2 * product(m, n) * static_cast<double>(k); }
 
-  // Of weight xᵀ.
+  // The sizes of weight xᵀ.
   SplitSizes transposed() const { return {batches, n, m, k}; }
 
  private:
@@ -51,15 +51,15 @@ struct SplitPlan {
 };
 
 constexpr double kSplitStart = 5e-6;  // the pre-pass's launch, filling the ring
-constexpr double kSumStart = 2e-6;    // the launch of the kernel that adds chunks up
+constexpr double kSumStart = 2e-6;    // the launch of the kernel that adds up the chunks
 
 // How fast a GPU is, in seconds, byte/s and flop/s, as fx_fuser/native/limits.py lists it.
 struct SplitRates {
   int64_t multiprocessors;
   double stage;              // a tile's 64 of k
   double tile_overhead;      // its scales, its epilogue
-  double work_bandwidth;     // of what is written to be read again
-  double library_rate;       // of cuBLAS's fp32 product, where it is large
+  double work_bandwidth;     // of workspaces, written and read again
+  double library_rate;       // of cuBLAS's fp32 product, if large
   double library_bandwidth;  // of its operands and its result
 
   static SplitRates of(const std::vector<double>& given) {
@@ -68,12 +68,12 @@ struct SplitRates {
   }
 };
 
-constexpr int64_t kLeastChunkTiles = 4;         // of k: below, a tile's overhead is most of it
-constexpr int64_t kMostChunks = 128;            // as many partial sums make one element
-constexpr int64_t kPartialBytes = 128ll << 20;  // of partial sums at most
-constexpr int64_t kRoundsWithoutChunks = 16;    // then the last round matters little
+constexpr int64_t kLeastChunkTiles = 4;         // of k: with fewer, a tile is mostly overhead
+constexpr int64_t kMostChunks = 128;            // partial sums per element
+constexpr int64_t kPartialBytes = 128ll << 20;  // the most memory for partial sums
+constexpr int64_t kRoundsWithoutChunks = 16;    // from here on the last round matters little
 constexpr int64_t kRoundsTried = 8;
-constexpr double kLeastGainOfChunks = 0.05;  // of the time: the model is no better than that
+constexpr double kLeastGainOfChunks = 0.05;  // relative: the model is no more accurate than that
 
 SplitPlan split_in_chunks(const SplitSizes& sizes, int64_t wanted, const SplitRates& rates) {
   const int64_t k_tiles = ceil_div(sizes.k, kLinearTileK);
@@ -89,7 +89,7 @@ SplitPlan split_in_chunks(const SplitSizes& sizes, int64_t wanted, const SplitRa
   return {chunks, chunks > 1 ? depth * kLinearTileK : sizes.k, seconds};
 }
 
-// As many chunks as fill some number of rounds of tiles; one where more gain little.
+// The number of chunks that fills whole rounds of tiles best; one if more gain little.
 SplitPlan split_plan(const SplitSizes& sizes, const SplitRates& rates) {
   const SplitPlan whole = split_in_chunks(sizes, 1, rates);
   const int64_t tiles = sizes.tiles();
@@ -109,20 +109,20 @@ SplitPlan split_plan(const SplitSizes& sizes, const SplitRates& rates) {
   return best.seconds < (1 - kLeastGainOfChunks) * whole.seconds ? best : whole;
 }
 
-// The kernel's x is the operand that a pre-pass splits first, and its weight the other one.
+// The kernel's x is the pre-split operand, and its weight the streamed one.
 struct SplitChoice {
   SplitPlan plan;
   bool weight_first;  // the caller's weight is the kernel's x
-  double seconds;     // with the copy of the operand that is not split first
+  double seconds;     // with the copy of the streamed operand
 };
 
-// Seconds that a copy takes, of an operand that TMA does not take as it lies.
+// Seconds to copy each operand into aligned lines; 0 if TMA can read it in place.
 struct SplitCopies {
   double x = 0;
   double weight = 0;
 };
 
-// Where both ways are as fast x comes first: what is not split first has guessed scales, and
+// If both are equally fast, x is pre-split: the streamed operand's scales are guessed, and
 // activations have outlier columns more often than weights.
 constexpr double kLeastGainOfWeightFirst = 0.02;
 
@@ -144,8 +144,9 @@ SplitChoice split_choice(const SplitSizes& sizes, const SplitCopies& copies,
   return other.seconds < (1 - kLeastGainOfWeightFirst) * usual.seconds ? other : usual;
 }
 
-// Of cuBLAS's fp32 product, which also divides few tiles along k. A sum, not the larger of both: at
-// 32768 x 32768 it takes 1.86, 2.56 and 4.08 ms for k = 16, 32 and 64 (1.79, 2.5 and 3.93).
+// Seconds of cuBLAS's fp32 product, which also splits along k if tiles are few. A sum, not the
+// maximum, of compute and memory time: at 32768 x 32768 it takes 1.86, 2.56 and 4.08 ms for k = 16,
+// 32 and 64 (model: 1.79, 2.5 and 3.93).
 double library_seconds(const SplitSizes& sizes, const SplitRates& rates) {
   const double bytes =
       4 * (sizes.elements_of_weight() + sizes.elements_of_x() + sizes.elements_of_result());
@@ -154,8 +155,8 @@ double library_seconds(const SplitSizes& sizes, const SplitRates& rates) {
 
 // ---- tensors as planes --------------------------------------------------------------------------
 
-// The dimensions of a result before its last, merged into three where all tensors allow it; and
-// the strides of each tensor, 0 where it is broadcast.
+// The dimensions of a result before its last, merged into three if all tensors allow it, and the
+// strides of each tensor, 0 where it is broadcast.
 struct MergedRows {
   static constexpr int kMost = kMaxInputs + 4;
   struct Strides {
@@ -172,8 +173,8 @@ struct MergedRows {
   int64_t batches() const { return outer * inner; }
 };
 
-// tensors[0] is the weight, [*, N, K]: it has no stride along the rows, and they are dimensions of
-// its own where it has one. Nothing where more than three dimensions are left.
+// tensors[0] is the weight, [*, N, K]: its stride along the result's rows is 0, and if it has
+// batches, rows are not merged with them. std::nullopt if more than three dimensions are left.
 std::optional<MergedRows> merge_rows(const Tensor& out, const std::vector<const Tensor*>& tensors) {
   const int rank = static_cast<int>(out.dim());
   const int count = static_cast<int>(tensors.size());

@@ -1,4 +1,4 @@
-// Of the split product: where a result, its operands and partial sums lie.
+// The split product's result: addresses and strides of it, its operands and partial sums.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace fx_fuser {
 namespace {
 
-// Where the result and the operands lie, those tensors from the third of the merged rows on.
+// Addresses and strides of the result and the operands, the third and later tensors of `rows`.
 std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& out,
                                           const std::optional<Tensor>& z,
                                           const std::optional<Tensor>& bias,
@@ -54,10 +54,10 @@ std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& 
   return result;
 }
 
-// Elements from one row of partial sums to the next: two can always be stored together.
+// Row pitch of partial sums, in elements: even, so that pairs can be stored together.
 int64_t partial_pitch(int64_t columns) { return ceil_div(columns, 2) * 2; }
 
-// The sums of chunks, [chunk, outer, inner, row, pitch].
+// The chunks' partial sums, [chunk, outer, inner, row, pitch].
 LinearResult partial_result(float* partial, const MergedRows& rows, int64_t columns) {
   LinearResult result{};
   const int64_t pitch = partial_pitch(columns);
@@ -67,7 +67,7 @@ LinearResult partial_result(float* partial, const MergedRows& rows, int64_t colu
   return result;
 }
 
-// May two adjacent elements of the result be stored together, wherever a pair begins?
+// True if two adjacent elements of the result can always be stored together.
 bool is_stored_in_pairs(const LinearResult& result, int64_t columns, int64_t element_size) {
   const LinearPlace& out = result.place[LinearResult::kOut];
   const int64_t bytes = 2 * element_size;

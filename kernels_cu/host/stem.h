@@ -1,4 +1,4 @@
-// The convolution of a first layer: stem.cuh.
+// The convolution of a first layer (stem.cuh): tiling and launch.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 struct StemKernels : ConvKernel, EpilogueTypes {
   Kernel channels_last;
   Kernel contiguous;
-  int resident[2];  // blocks a multiprocessor, of either
+  int resident[2];  // blocks per multiprocessor: contiguous, channels_last
   int multiprocessors;
   StemShape shape;
   StemGeometry geometry;
@@ -53,8 +53,8 @@ int64_t load_stem(const Sources& from) {
 }
 const AddLoader kStemLoader("stem", load_stem);
 
-// Of [channels, kernel h, kernel w, stride, output channels], for tests: empty where no kernel
-// takes it, else tiles, groups, parts, a warp's rows, and bytes of shared memory.
+// For tests. sizes: [channels, kernel h, kernel w, stride, output channels]. Returns [tiles,
+// groups, parts, a warp's rows, bytes of shared memory]; empty if no kernel supports it.
 std::vector<int64_t> stem_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
                               int64_t operands) {
   STD_TORCH_CHECK(sizes.size() == 5, "fx_fuser: a stem has 5 sizes here, not ", sizes.size());
@@ -66,14 +66,14 @@ std::vector<int64_t> stem_cut(const std::vector<int64_t>& sizes, int64_t x_bytes
   return {cut.tiles, cut.groups, cut.parts, cut.warp_rows, cut.shared_bytes};
 }
 
-// A call that the kernels take.
+// A call that the kernels support.
 struct StemCall {
   StemArgs args;
   ImageSize size;      // of the result
   bool channels_last;  // as torch's own convolution lays the result out
 };
 
-// Can the rows of x be copied as they lie, vector by vector?
+// True if the rows of x can be copied to shared memory unchanged, in 16-byte vectors.
 bool copies_vectors(const Tensor& x, int channels, int width) {
   const auto is_whole = [&](int64_t elements) { return elements % width == 0; };
   return (channels == 1 || x.stride(1) == 1) && (x.size(3) == 1 || x.stride(3) == channels) &&
@@ -82,7 +82,7 @@ bool copies_vectors(const Tensor& x, int channels, int width) {
          reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
 }
 
-// padding: left, right, top, bottom. Nothing where the kernels do not take the call.
+// padding: left, right, top, bottom. std::nullopt if the kernels do not support the call.
 std::optional<StemCall> stem_call(const StemKernels& kernels, const Tensor& x, const Tensor& weight,
                                   const std::vector<int64_t>& stride,
                                   const std::vector<int64_t>& padding) {
@@ -125,14 +125,14 @@ std::optional<StemCall> stem_call(const StemKernels& kernels, const Tensor& x, c
   args.tiles_y = static_cast<int32_t>(tiles_y);
   args.tiles = static_cast<int32_t>(call.size[0] * tiles_x * tiles_y);
   args.copies_vectors = copies_vectors(x, shape.channels, cut.vector);
-  // A tile's first element, rounded down to where a vector begins: that many are ahead of it.
+  // Elements between the vector boundary ahead of a tile and its first element.
   const int64_t into = padding[0] * shape.channels % cut.vector;
   args.delta = args.copies_vectors ? static_cast<int32_t>((cut.vector - into) % cut.vector) : 0;
   return call;
 }
 
-// c = conv2d(x, weight), and out = epilogue(c) of operands that are one number a channel, or one.
-// Either may be absent.
+// c = conv2d(x, weight) and out = epilogue(c), whose operands are one number per channel or a
+// single number. Either may be absent.
 void run_stem(const StemKernels& kernels, const StemCall& call, const std::optional<Tensor>& out,
               const std::optional<Tensor>& c, const EpilogueArgs& epilogue) {
   StemArgs args = call.args;
@@ -162,7 +162,7 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
     for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
       const Tensor& operand = epilogue.tensors[i];
       STD_TORCH_CHECK(is_per_channel(operand), "fx_fuser: operand ", i, " of shape ",
-                      to_string(operand.sizes()), " is not one number a channel");
+                      to_string(operand.sizes()), " is not one number per channel");
       args.operand[i] = {operand.data_ptr(), {conv_operand_of(operand).stride[1]}};
     }
     std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
@@ -177,7 +177,7 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
          kStemThreads, current_stream(device), args, options);
 }
 
-// With operands that are no channel's, the kernel makes c alone.
+// If an operand is not per channel, the kernel computes c and the epilogue is a separate kernel.
 std::optional<Made> StemKernels::run(const Conv& conv, const Norm& norm,
                                      const EpilogueArgs& args) const {
   const std::vector<int64_t> none{1, 1};

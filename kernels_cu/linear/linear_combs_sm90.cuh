@@ -1,28 +1,30 @@
-// out[m, n] = epilogue(z), z = sum over k of x[m, k] weight[n, k], of bf16 or fp16 matrices, for
-// sm_90a: x or out of any pitch, and from any element on. By TMA and wgmma.
+// out[m, n] = epilogue(z), z = sum over k of x[m, k] weight[n, k], for bf16 or fp16 matrices on
+// sm_90a. x or out may have any pitch and may begin at any element. Loads by TMA, multiplies by
+// wgmma.
 //
-// TMA wants pitches of a multiple of 16 bytes, and boxes that begin at one. Eight lines of any
-// pitch are such a multiple. So each eighth line is a tensor of its own, a *comb*
-// (linear_combs_args.h), with its lines `offset` elements behind an aligned vector. Nothing shifts
-// elements: what is `offset` further in one matrix begins `offset` earlier in the other one, along
-// a dimension of which TMA takes any coordinate.
-// - k adjacent in x, rows in the weight (a head's dgrad): a tile's rows are all of one comb. Its
-//   stages are x's aligned ones, and the weight's lines, which are k, begin `offset` earlier. Ahead
-//   of x's k = 0 lies what belongs to another line: it is cleared in the first stage.
-// - k adjacent in both (forward), out unaligned: a tile's rows are of one comb of out. Its columns
-//   begin at an aligned vector of out's: the weight's lines, which are columns, begin `offset`
-//   earlier. Ahead of out's first column lies another line's end: what is beside it is stored
-//   without TMA.
+// TMA needs pitches that are multiples of 16 bytes, and boxes that begin at one. Eight lines of any
+// pitch are such a multiple. So every eighth line is a tensor of its own, a *comb*
+// (linear_combs_args.h), whose lines begin `offset` elements behind an aligned vector. No elements
+// are shifted: a shift by `offset` in one matrix is made up for by beginning `offset` earlier in
+// the other one, along a dimension in which TMA allows any coordinate.
+// - k adjacent in x, rows adjacent in the weight (a head's dgrad): a tile's rows belong to one comb
+//   of x. Stages begin at x's aligned vectors, and the weight's lines, which are k, begin `offset`
+//   earlier. Ahead of x's k = 0 are elements of another line; they are cleared in the first stage.
+// - k adjacent in both (forward), out unaligned: a tile's rows belong to one comb of out. Its
+//   columns begin at an aligned vector of out, and the weight's lines, which are columns, begin
+//   `offset` earlier. Ahead of out's first column is the end of another line, so the vectors at a
+//   line's ends are stored without TMA.
 // - Rows adjacent in both, so that lines are k (wgrad): the product is out's transpose, with x's
-//   rows as columns. All k of one comb follow each other, then the next comb's. Behind each the
-//   sums move by as many columns as the offset falls, to 0 behind the last one: seven times a tile
-//   at most. Those that lack a comb's k, because its tile ended before them, are the next tile's.
-// Lines end, and combs end, where the operand does: beyond that TMA writes zeros, and reads
+//   rows as columns. All k of one comb are accumulated, then the next comb's, in descending order
+//   of offset. After each comb the sums move by as many columns as the offset falls, down to 0
+//   after the last: at most seven columns per tile. After that a tile's last 8 columns lack some
+//   combs' k; the next tile computes them.
+// Tensor maps end where the operand's lines and combs do: beyond that TMA fills in zeros and reads
 // nothing.
 //
-// Blocks are persistent: two warps feed shared memory, one with a and one with b, two warpgroups
-// multiply, and the next tile's stages arrive while the epilogue of this one runs. Blocks of a
-// cluster have the same b: each loads a part of it and sends that to all.
+// Blocks are persistent. Two producer warps feed the ring of stages, one with a and one with b; two
+// consumer warpgroups multiply. The next tile's stages arrive while this one's epilogue runs. The
+// blocks of a cluster have the same b: each loads a part of it and multicasts that to all.
 //
 //   FX_FUSER_LINEAR_COMBS(/*shape*/ 0, /*are k adjacent in x, weight*/ 1, 0, Epilogue,
 //                         /*scalars*/ 1, /*Acc*/ float, /*Out*/ __half, /*x, weight*/ __half)
@@ -36,12 +38,12 @@
 namespace fx_fuser::combs {
 
 constexpr int kConsumers = 2;
-// Of a thread: what a block of 384 threads is launched with, 168 each, divided anew.
+// Per thread, by setmaxnreg: redistributes the 168 with which 384 threads are launched.
 constexpr int kConsumerRegisters = 232;
 constexpr int kProducerRegisters = 40;
 static_assert(kConsumerRegisters * kConsumers + kProducerRegisters <= 168 * (kConsumers + 1));
 constexpr int kInstructionK = 16;
-// Lines of 64 elements, those of one stage's k.
+// Bytes of one span (64 elements) of a stage's k lines.
 constexpr int kSpanOfK = kCombStepK * kCombSpanBytes;
 static_assert(kCombThreads == (kConsumers + 1) * kWarpgroup);
 
@@ -62,13 +64,13 @@ struct Layout {
   static constexpr int kSlots = kIs.slots;
   static constexpr int kSpansM = kTileM / kCombSpan;
   static constexpr int kSpansN = kIs.spans_n();
-  static constexpr int kSums = kTileN / 2;               // of a thread and subtile
-  static constexpr int kRuns = kAlongA ? 1 : kCombs;     // of stages without a move between them
-  static constexpr int kShareK = kCombStepK / kCluster;  // of b's lines that a block sends
+  static constexpr int kSums = kTileN / 2;               // per thread and subtile
+  static constexpr int kRuns = kAlongA ? 1 : kCombs;     // sequences of stages between moves
+  static constexpr int kShareK = kCombStepK / kCluster;  // of b's lines that a block loads
   static constexpr int kShareRows = kTileN / kCluster;
 
-  // Lines of 128 bytes, swizzled: the 16-byte chunk c of line r lies at chunk c ^ (r % 8). Where k
-  // are lines, those of 64 rows are followed by those of the next 64.
+  // Lines of 128 bytes, swizzled: the 16-byte chunk c of line r is stored at chunk c ^ (r % 8). If
+  // lines are k, those of 64 rows are followed by those of the next 64.
   struct Stage {
     uint8_t a[kTileM * kCombSpanBytes];
     uint8_t b[kSpansN * kCombSpan * kCombSpanBytes];
@@ -82,7 +84,7 @@ struct Layout {
   static_assert(sizeof(X) == 2 && kIs16BitFloat<X>);
   static_assert(sizeof(Stage) == kIs.stage_bytes() && sizeof(Shared) == kIs.shared_bytes());
   static_assert(kShareRows % 8 == 0 && kShareK % 8 == 0 && kIs.takes(kAlongA));
-  static_assert(kAlongA || !kAlongB, "a's order of k is one of lines");
+  static_assert(kAlongA || !kAlongB, "if lines are k in a, they are k in b");
 
   struct PipelineState {
     int slot = 0;
@@ -107,11 +109,11 @@ struct Layout {
             inside / width * kStepN};
   }
 
-  // The comb whose stages follow each other as a tile's run.
+  // The comb of a tile's run.
   static __device__ __forceinline__ int comb_of(const CombArgs& args, const Tile& tile, int run) {
     return kAlongA ? tile.comb : args.order[run];
   }
-  // Of k, from the aligned vector on that a line begins in; or of a comb's lines.
+  // A run's k, including those ahead of a line in its first aligned vector; or a comb's lines.
   static __device__ __forceinline__ int length(const CombArgs& args, int comb) {
     return kAlongA ? args.k + args.a.offset[comb] : lines_of(args.k, comb);
   }
@@ -138,7 +140,7 @@ struct Layout {
 
 // ---- producers ----------------------------------------------------------------------------------
 
-// A tile's a of one stage.
+// Loads a's part of one stage.
 template <class L>
 __device__ __forceinline__ void load_a(const CombArgs& args, uint32_t to, uint32_t full,
                                        const Tile& tile, int comb, int k) {
@@ -154,7 +156,7 @@ __device__ __forceinline__ void load_a(const CombArgs& args, uint32_t to, uint32
   }
 }
 
-// This block's share of a cluster's b of one stage, to all blocks.
+// Loads this block's share of b's part of one stage, and multicasts it to the cluster.
 template <class L>
 __device__ __forceinline__ void load_b(const CombArgs& args, uint32_t to, uint32_t full,
                                        const Tile& tile, int comb, int k) {
@@ -177,14 +179,14 @@ __device__ __forceinline__ void load_b(const CombArgs& args, uint32_t to, uint32
   }
 }
 
-// One thread's part: a's, or b's.
+// A producer, one thread: of a, or of b.
 template <class L, bool kIsA>
 __device__ __forceinline__ void feed(const CombArgs& args, typename L::Shared& shared) {
   typename L::PipelineState pipeline;
   L::for_stages(args, [&](const Tile& tile, int comb, int k) {
     auto& stage = shared.stage[pipeline.slot];
     const uint32_t full = ptx::shared_address(&shared.full[pipeline.slot]);
-    // Empty in all blocks of the cluster: each sends to the others.
+    // Waits until the slot is empty in all blocks of the cluster: each multicasts to the others.
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, kIsA ? sizeof(stage.a) : sizeof(stage.b));
     if constexpr (kIsA) {
@@ -202,7 +204,7 @@ template <class L>
 __device__ __forceinline__ void multiply_stage(Sums<L>& sum, typename L::Stage& stage, int consumer,
                                                bool accumulate) {
   using Product = ptx::WgmmaOfMajors<typename L::X, !L::kAlongA, !L::kAlongB>;
-  // In the unit of descriptors, 16 bytes.
+  // In units of 16 bytes, as in descriptors.
   constexpr int kSubtileStep = kSubtileM * kCombSpanBytes / 16;  // 64 rows, or the k of 64 rows
   constexpr int kAlongStep = kInstructionK * 2 / 16;
   constexpr int kLinesStep = kInstructionK * kCombSpanBytes / 16;
@@ -222,7 +224,7 @@ __device__ __forceinline__ void multiply_stage(Sums<L>& sum, typename L::Stage& 
   }
 }
 
-// The first `count` elements of each of a warpgroup's lines, which are in the first chunk: zeros.
+// Clears the first `count` elements of each of a warpgroup's lines. They are in the first chunk.
 template <class L>
 __device__ __forceinline__ void clear_begin(typename L::Stage& stage, int consumer, int count) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -242,7 +244,7 @@ __device__ __forceinline__ void clear_begin(typename L::Stage& stage, int consum
   ptx::barrier_sync<kWarpgroup>(kFirstBarrier + consumer);
 }
 
-// Of all rows: column c gets what column c + 1 has, the last one what nobody wants.
+// In all rows, column c gets the value of column c + 1. The last column becomes meaningless.
 template <class L>
 __device__ __forceinline__ void move_by_one(Sums<L>& sum) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -254,7 +256,7 @@ __device__ __forceinline__ void move_by_one(Sums<L>& sum) {
     for (int i = 0; i < L::kSums; i += 4) {
 #pragma unroll
       for (int r = 0; r < 4; r += 2) {
-        // Lane 3 of four wants the next eight columns' first one.
+        // Lane 3 of four needs the first of the next eight columns.
         const float next = i + 4 < L::kSums ? sum[j][i + 4 + r] : 0.0f;
         const float given = is_first ? next : sum[j][i + r];
         sum[j][i + r] = sum[j][i + r + 1];
@@ -264,12 +266,12 @@ __device__ __forceinline__ void move_by_one(Sums<L>& sum) {
   }
 }
 
-// The compiler knows then that all warps take so many turns of a loop.
+// The value, which the compiler then knows to be uniform: for trip counts.
 __device__ __forceinline__ int uniform(int value) {
   return static_cast<int>(ptx::uniform(static_cast<uint32_t>(value)));
 }
 
-// A consumer's warp is done with a stage: all blocks that send to it hear of it.
+// A consumer's warp is done with a stage: arrives in all blocks of the cluster, which write to it.
 template <class L>
 __device__ __forceinline__ void release(typename L::Shared& shared, int slot, int lane) {
   const uint32_t empty = ptx::shared_address(&shared.empty[slot]);
@@ -302,7 +304,7 @@ __device__ __forceinline__ void consume(const CombArgs& args, typename L::Shared
           clear_begin<L>(shared.stage[pipeline.slot], consumer, before);
         }
       } else {
-        // Here, too: a fence that only the loop below has makes the compiler wait for each wgmma.
+        // Fenced here, too: with a fence in the loop below only, ptxas waits for each wgmma.
         pin<L>(sum);
         ptx::wgmma_fence();
       }
@@ -313,7 +315,7 @@ __device__ __forceinline__ void consume(const CombArgs& args, typename L::Shared
         ptx::wgmma_fence();
         multiply_stage<L>(sum, shared.stage[pipeline.slot], consumer, run > 0 || step > 0);
         ptx::wgmma_commit();
-        // The tensor core always has the next products before it is done with these.
+        // Keeps one group in flight, so that the tensor core never runs dry.
         ptx::wgmma_wait<1>();
         if (step > 0) release<L>(shared, previous, lane);
         previous = pipeline.slot;
@@ -340,7 +342,7 @@ template <int kShape, int kAlongA, int kAlongB, class Epilogue, int kScalars, cl
 __device__ __forceinline__ void run(const CombArgs& args) {
   static_assert(std::is_same_v<Acc, float>);
   using L = Layout<X, kShape, kAlongA != 0, kAlongB != 0>;
-  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  // Declared aligned, so that the compiler knows the low bits of descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename L::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
@@ -367,11 +369,11 @@ __device__ __forceinline__ void run(const CombArgs& args) {
     ptx::take_registers<kConsumerRegisters>();
     TailOf<L, Epilogue, kScalars, Out> tail(args, shared);
     consume<L>(args, shared, warpgroup, tail);
-    // Shared memory is there until TMA has read it.
+    // Shared memory must stay valid until TMA has read it.
     if (threadIdx.x % 32 == 0) ptx::bulk_wait_read<0>();
     __syncwarp();
   }
-  // Until then another block may arrive at this one's barriers.
+  // Another block may still arrive at this one's barriers: no block exits before all are done.
   ptx::cluster_arrive();
   ptx::cluster_wait();
 }

@@ -1,5 +1,5 @@
-// Of the gemm by combs (linear_combs_sm90.cuh): from a warp's sums through the epilogue and shared
-// memory to memory, by TMA.
+// The comb gemm's epilogue (linear_combs_sm90.cuh): from a warp's sums through the epilogue and
+// shared memory to global memory, by TMA.
 #pragma once
 
 #include <type_traits>
@@ -13,15 +13,15 @@ namespace fx_fuser::combs {
 
 constexpr int kWarpgroup = 128;
 constexpr int kSubtileM = 64;     // rows of one wgmma
-constexpr int kFirstBarrier = 1;  // of a warpgroup that multiplies, by its number
+constexpr int kFirstBarrier = 1;  // named barriers: this + the consumer's number
 
 struct Tile {
-  int comb;  // of its rows, if they are of one
-  int m;     // first row, of a comb's
-  int n;     // first column, from the aligned vector on that a line of a comb begins in
+  int comb;  // of its rows, if they belong to one
+  int m;     // first row, within the comb
+  int n;     // first column, counted from the aligned vector in which a line of the comb begins
 };
 
-// Of a matrix' lines, those of a comb.
+// How many of a matrix's lines a comb has.
 __device__ __forceinline__ int lines_of(int all, int comb) {
   return (all - comb + kCombs - 1) / kCombs;
 }
@@ -43,8 +43,8 @@ __device__ __forceinline__ uint32_t packed(const CombArgs& args, float first, fl
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Rows of one comb. A warp's results go out by themselves: 16 rows and 64 columns are a box of TMA,
-// and wait for it in one of the warp's slots, each in turn.
+// Results whose rows belong to one comb. Each warp stores its own: 16 rows and 64 columns are one
+// TMA box, staged in one of the warp's slots, round robin.
 template <class L, class Epilogue, int kScalars, class Out>
 struct TailOfRows {
   const CombArgs& args;
@@ -58,7 +58,7 @@ struct TailOfRows {
     first_row = warp / 4 * L::kSubtiles * kSubtileM + warp % 4 * kCombWarpRows;
   }
 
-  // sums: of 64 columns.
+  // Applies the epilogue to the sums of 64 columns and stages the results.
   __device__ __forceinline__ void stage(const float* sums) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     uint8_t* row = slots[slot] + lane / 4 * kCombSpanBytes + lane % 4 * 4;
@@ -74,7 +74,7 @@ struct TailOfRows {
     }
   }
 
-  // The columns from `begin` to `end`, of one span: without TMA.
+  // Stores the columns from `begin` to `end` of one span without TMA.
   __device__ __forceinline__ void store_part(const Tile& tile, int row, int begin, int end) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int rows = min(lines_of(args.m, tile.comb) - row, kCombWarpRows);
@@ -95,8 +95,8 @@ struct TailOfRows {
     __syncwarp();
   }
 
-  // 64 columns of 16 rows, from the slot. TMA writes whole vectors, so the tensor map has those
-  // alone; nor does it take a coordinate ahead of the tensor.
+  // Stores 64 columns of 16 rows from the slot. TMA writes whole vectors, so the tensor map has
+  // only those, and it cannot store to a coordinate ahead of the tensor: both ends go without it.
   __device__ __forceinline__ void store(const Tile& tile, int row, int column) const {
     const int before = args.out.offset[tile.comb];
     const int end = args.n + before;
@@ -137,8 +137,8 @@ struct TailOfRows {
   }
 };
 
-// The result's transpose: a warpgroup's 64 rows are 64 of out's columns, one span of TMA's boxes,
-// of 8 of out's rows each. A slot has 64 of those.
+// Results that are out's transpose: a warpgroup's 64 rows are 64 of out's columns, the span of TMA
+// boxes with 8 of out's rows each. A slot has 64 of out's rows.
 template <class L, class Epilogue, int kScalars, class Out>
 struct TailOfTransposed {
   static constexpr int kBoxRows = 8;
@@ -158,11 +158,11 @@ struct TailOfTransposed {
     slots = shared.slot[consumer * 4][0];
   }
 
-  // sums: of `boxes` times eight columns.
+  // Applies the epilogue to the sums of `boxes` times eight columns and stages the results.
   __device__ __forceinline__ void stage(uint8_t* to, const float* sums, int boxes) const {
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     const int lane = thread % 32;
-    const int column = thread / 32 * 2;  // in chunks of eight; the next one for row 8 and on
+    const int column = thread / 32 * 2;  // in chunks of eight; the next chunk for rows 8 to 15
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       if (box >= boxes) continue;

@@ -1,5 +1,5 @@
-// What the host tells the linear kernels of 16-bit types and TF32. The shim fills it,
-// linear_dense_sm90.cuh reads it.
+// Arguments of the linear kernels for 16-bit types and TF32. The shim fills them,
+// linear_dense_sm90.cuh reads them.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,13 @@
 namespace fx_fuser {
 
 // A tile of the output, and how a block computes it: each of the two consumers has `subtiles` times
-// 64 rows of the weight. The blocks of a cluster have tiles side by side along n, and share x's.
+// 64 rows of the weight. The blocks of a cluster have tiles side by side along n and share x's
+// rows.
 struct DenseShape {
   int tile_m;  // rows of x
   int subtiles;
   int cluster;
-  int cycles;  // roughly, that 128 bytes of k take: the products, or the way from the L2 cache
+  int cycles;  // roughly, per stage (128 bytes of k): the larger of products and loads from L2
 
   constexpr int tile_n() const { return 2 * 64 * subtiles; }
   constexpr int stage_bytes() const { return (tile_m + tile_n()) * 128; }
@@ -29,15 +30,16 @@ struct DenseShape {
   constexpr int batch_m() const { return tile_m < 32 ? tile_m : 32; }
 };
 
-// Kernel fx_fuser_linear_<i> is made for kDenseShapes[i].
+// Kernel fx_fuser_linear_<i> has shape kDenseShapes[i].
 constexpr int kDenseShapeCount = 5;
 constexpr DenseShape kDenseShapes[kDenseShapeCount] = {
     {16, 1, 1, 460}, {64, 1, 1, 620}, {128, 1, 2, 650}, {128, 2, 2, 1100}, {256, 1, 2, 1050},
 };
-// Of those, the first so many have registers for what linear_exact_sm90.cuh keeps beside the sums.
+// The first of these shapes, which leave registers for the second accumulators and the sums of
+// linear_exact_sm90.cuh.
 constexpr int kExactShapeCount = 3;
 constexpr int kDenseThreads = 384;
-constexpr int kDenseStepBytes = 128;  // of k in a stage: one swizzle span
+constexpr int kDenseStepBytes = 128;  // of k per stage: one swizzle span
 
 struct LinearDenseArgs {
   TensorMap weight_map;  // [n, k]
@@ -47,12 +49,12 @@ struct LinearDenseArgs {
   void* z;               // [m, n], row stride z_stride, or null: x weightᵀ + bias
   int64_t out_stride;
   int64_t z_stride;
-  Strided<2> operand[kMaxInputs];  // of [m, n]
+  Strided<2> operand[kMaxInputs];  // [m, n]
   float scalar[kMaxScalars];
   int32_t m;
   int32_t n;
   int32_t k;
-  int32_t tiles;  // of the output, those of a cluster counted as one
+  int32_t tiles;  // of the output; a cluster's tiles count as one
   Mode mode[kMaxInputs];
   bool out_is_aligned;  // whole vectors may be stored at once
   bool z_is_aligned;

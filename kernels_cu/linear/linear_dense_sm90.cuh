@@ -1,16 +1,17 @@
 // out[m, n] = epilogue(z, operands...), z = sum over k of x[m, k] weight[n, k] + bias[n], for
 // sm_90a, in bf16, fp16, or fp32 with TF32 products.
 //
-// - Blocks are persistent: one warp feeds shared memory, two warpgroups compute, and the next
-//   tile's stages arrive while the epilogue of this one runs.
-// - The tile is computed transposed, weight times xᵀ: the instruction takes 64 rows of its first
-//   operand, which are always there in the weight, and any multiple of 8 of its second, so that few
-//   rows of x waste little. It is transposed in shared memory on its way out, in fp32, which costs
-//   one store an element and lets every global access be a row of n.
-// - Two blocks of a cluster have the same rows of x. Each loads half of them and sends it to both,
-//   which takes a third off what the L2 cache delivers.
+// - Blocks are persistent: one producer thread feeds the ring of stages by TMA, two consumer
+//   warpgroups multiply by wgmma (PTX ISA 9.7.15), and the next tile's stages arrive while this
+//   one's epilogue runs.
+// - The tile is computed transposed, weight times xᵀ: wgmma takes 64 rows of its first operand,
+//   which a weight always has, and any multiple of 8 rows of its second, so that few rows of x
+//   waste little. The epilogue transposes it through shared memory, in fp32, which costs one store
+//   per element and makes every global access a row of n.
+// - Two blocks of a cluster have the same rows of x. Each loads half of them and multicasts it to
+//   both, which cuts L2 reads by a third.
 //
-// The generated translation unit is that of pointwise.cuh with another last line, where in[0] is z:
+// The generated translation unit is that of pointwise.cuh with another macro; in[0] is z:
 //
 //   FX_FUSER_LINEAR_DENSE(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ __half,
 //                   /*x, weight, bias, z*/ __half, /*operands*/ __half...)
@@ -31,10 +32,9 @@ constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
-constexpr int kSubtileN = 64;  // rows of the weight in one wgmma
-constexpr int kExchangePitch =
-    kSubtileN + 4;          // such that the accumulators' layout has no conflicts
-constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
+constexpr int kSubtileN = 64;                  // rows of the weight in one wgmma
+constexpr int kExchangePitch = kSubtileN + 4;  // free of bank conflicts in the accumulators' layout
+constexpr int kGroupM = 8;  // tiles of x per group: they stay in L2 while a group reads the weight
 static_assert(kDenseThreads == (kConsumers + 1) * kWarpgroup);
 static_assert((kConsumerRegisters * kConsumers + kProducerRegisters) * kWarpgroup <= 64 * 1024);
 
@@ -49,9 +49,9 @@ struct Layout {
   static constexpr int kCluster = kIs.cluster;
   static constexpr int kStages = kIs.stages();
   static constexpr int kBatchM = kIs.batch_m();
-  static constexpr int kSumsOfSubtile = kTileM / 2;  // of a thread
+  static constexpr int kSumsOfSubtile = kTileM / 2;  // per thread
 
-  // Rows of 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+  // Rows of 128 bytes, swizzled: the 16-byte chunk c of row r is stored at chunk c ^ (r % 8).
   struct Stage {
     uint8_t weight[kTileN][kDenseStepBytes];
     uint8_t x[kTileM][kDenseStepBytes];
@@ -82,8 +82,8 @@ struct Layout {
     int n;  // first row of the weight
   };
 
-  // Columns of kGroupM tiles of x; in a group the weight is read once.
-  // block: of the cluster.
+  // Tiles are ordered in groups of kGroupM tiles of x, column by column: a group reads the weight
+  // once. block: of the cluster.
   static __device__ __forceinline__ Tile tile_at(const LinearDenseArgs& args, int index,
                                                  int block = rank()) {
     const int m_tiles = (args.m + kTileM - 1) / kTileM;
@@ -106,7 +106,7 @@ template <class In, class Layout, class TileEpilogue>
 __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layout::Shared& shared) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kShareM = Layout::kTileM / Layout::kCluster;
-  // Rows of the operands' tiles that are brought near with each step.
+  // Rows of the operands' tiles that are prefetched with each step.
   const int rows = Layout::kTileM / ((args.k + kStepK - 1) / kStepK) + 1;
   typename Layout::PipelineState pipeline;
   for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layou
     for (int k = 0; k < args.k; k += kStepK) {
       auto& stage = shared.stage[pipeline.slot];
       const uint32_t full = ptx::shared_address(&shared.full[pipeline.slot]);
-      // Empty in all blocks of the cluster: each sends to the others.
+      // Waits until the slot is empty in all blocks of the cluster: each multicasts to the others.
       ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, sizeof(stage));
       ptx::tensor_load(ptx::shared_address(stage.weight), args.weight_map, full, ptx::kEvictNormal,
@@ -139,7 +139,7 @@ __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layou
 
 // ---- consumers ----------------------------------------------------------------------------------
 
-// A consumer's warp is done with a stage: all blocks that send to it hear of it.
+// A consumer's warp is done with a stage: arrives in all blocks of the cluster, which write to it.
 template <class Layout>
 __device__ __forceinline__ void release(typename Layout::Shared& shared, int slot, int lane) {
   const uint32_t empty = ptx::shared_address(&shared.empty[slot]);
@@ -150,10 +150,10 @@ __device__ __forceinline__ void release(typename Layout::Shared& shared, int slo
   }
 }
 
-// consume calls tile_epilogue.begin(index), .load_first() and tile_epilogue(sum) for every tile,
-// sum[j][4i + 2r + t] being that of
-//   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) +
-//   t
+// consume calls tile_epilogue.begin(index), .load_first() and tile_epilogue(sum) for every tile.
+// sum[j][4i + 2r + t] is the sum of
+//   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r
+//   and x row 8i + 2 (lane % 4) + t
 struct Loop {
   template <class In, class Layout, class TileEpilogue>
   static __device__ __forceinline__ void feed(const LinearDenseArgs& args,
@@ -173,7 +173,7 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kInstructions = kDenseStepBytes / 32;
   constexpr int kUnrolled = 4 / Layout::kSubtiles;                // steps of k
-  constexpr int kSubtileStep = kSubtileN * kDenseStepBytes / 16;  // in the unit of descriptors
+  constexpr int kSubtileStep = kSubtileN * kDenseStepBytes / 16;  // in units of descriptors
   const int lane = threadIdx.x % 32;
   const int k_tiles = (args.k + kStepK - 1) / kStepK;
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
     float sum[Layout::kSubtiles][Layout::kSumsOfSubtile];
     tile_epilogue.begin(index);
     int previous = 0;
-    // As nvcc does by itself; NVRTC would make half as many.
+    // nvcc's own choice; NVRTC would unroll half as far.
 #pragma unroll kUnrolled
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       auto& stage = shared.stage[pipeline.slot];
@@ -200,7 +200,7 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
         }
       }
       ptx::wgmma_commit();
-      // The tensor core always has the next products before it is done with these.
+      // Keeps one group in flight, so that the tensor core never runs dry.
       ptx::wgmma_wait<1>();
       if (k_tile > 0) release<Layout>(shared, previous, lane);
       previous = pipeline.slot;
@@ -228,8 +228,8 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
   static constexpr int kOperands = sizeof...(Operand);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kElementBytes = (1 + ... + int{sizeof(Operand)});
-  // What the operands of two groups of vectors wait in, besides the sums: those that are computed
-  // with and the next ones.
+  // Register bytes for two groups of the operands' vectors, in use and prefetched, in addition to
+  // the sums.
   static constexpr int kRawBytes = 4 * 40;
   static constexpr bool fits(int elements) { return 2 * elements * kElementBytes <= kRawBytes; }
   static constexpr int narrowed(int width) {
@@ -238,15 +238,15 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
   static constexpr int kWidth = narrowed(vector_width(sizeof(Out), sizeof(In)));
   static constexpr int kThreadsOfRow = kSubtileN / kWidth;
   static constexpr int kRowsAtOnce = kWarpgroup / kThreadsOfRow;
-  static constexpr int kVectors = Layout::kBatchM / kRowsAtOnce;  // of a thread in a batch
+  static constexpr int kVectors = Layout::kBatchM / kRowsAtOnce;  // per thread and batch
   static constexpr int grouped(int vectors) {
     return vectors > 1 && !fits(vectors * kWidth) ? grouped(vectors / 2) : vectors;
   }
   static constexpr int kGroup = grouped(kVectors);
-  static constexpr int kGroups = kVectors / kGroup;  // of a batch
+  static constexpr int kGroups = kVectors / kGroup;  // per batch
   static constexpr int kBatches = Layout::kTileM / Layout::kBatchM;
   static constexpr int kAllBatches = Layout::kSubtiles * kBatches;
-  static constexpr int kSumsOfBatch = Layout::kBatchM / 2;  // of a thread
+  static constexpr int kSumsOfBatch = Layout::kBatchM / 2;  // per thread
   static_assert(kOperands <= kMaxInputs && kScalars <= kMaxScalars);
   static_assert(Layout::kBatchM % kRowsAtOnce == 0 && kVectors % kGroup == 0);
 
@@ -255,7 +255,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
   const LinearDenseArgs& args;
   float (&exchange)[2][Layout::kBatchM][kExchangePitch];  // this consumer's
   int consumer;
-  int next_buffer = 0;  // in turn, from tile to tile too: hence one barrier a batch is enough
+  int next_buffer = 0;  // alternates, across tiles too, so one barrier per batch is enough
   int first_m = 0;      // of the tile
   int first_n = 0;      // of this thread's vectors in the first subtile
   Vec<In, kWidth> bias[Layout::kSubtiles] = {};
@@ -264,7 +264,8 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
   static __device__ __forceinline__ int row() { return threadIdx.x % kWarpgroup / kThreadsOfRow; }
   static __device__ __forceinline__ int column() { return threadIdx.x % kThreadsOfRow * kWidth; }
 
-  // A row of the block's tile of each operand, for the producer: from DRAM it would come too late.
+  // The producer prefetches a row of the block's tile of each operand to L2: loads from DRAM would
+  // arrive too late.
   static __device__ __forceinline__ void bring_near(const LinearDenseArgs& args, int m, int n) {
     const auto one = [&](int operand, int element_bytes) {
       const Strided<2>& from = args.operand[operand];
@@ -293,7 +294,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
     }
   }
 
-  // The operands of a batch's group of vectors.
+  // Loads the operands of a batch's group of vectors.
   __device__ __forceinline__ void load(int batch, int group) {
     const int n = first_n + batch / kBatches * kSubtileN;
     const int m =
@@ -343,7 +344,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
     store(args.out, m * args.out_stride + n, result, n, whole && args.out_is_aligned);
   }
 
-  // At the tile's beginning: what is loaded has the whole product to arrive.
+  // At the tile's beginning: the bias loads are hidden by the main loop.
   __device__ __forceinline__ void begin(int index) {
     const auto tile = Layout::tile_at(args, index);
     first_m = tile.m;
@@ -361,15 +362,15 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 
   __device__ __forceinline__ void load_first() { load(0, 0); }
 
-  // Batch by batch through shared memory, so that threads side by side have elements side by side
+  // Batch by batch through shared memory, so that neighbouring threads have neighbouring elements
   // along n.
   __device__ __forceinline__ void operator()(
       const float (&sum)[Layout::kSubtiles][Layout::kSumsOfSubtile]) {
     const int warp = threadIdx.x % kWarpgroup / 32;
     const int lane = threadIdx.x % 32;
-    // Batches of this tile that have rows of x.
+    // Batches of this tile with rows of x.
     const int batches = min(kBatches, (args.m - first_m + Layout::kBatchM - 1) / Layout::kBatchM);
-    // One body for all: unrolled, it would not stay in the instruction cache.
+    // Not unrolled: the code would not fit in the instruction cache.
 #pragma unroll 1
     for (int batch = 0, following; batch < kAllBatches; batch = following) {
       following = batch + 1;
@@ -419,7 +420,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 
 template <class Layout, class Loop, class TileEpilogue, class In>
 __device__ __forceinline__ void run_loop(const LinearDenseArgs& args) {
-  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  // Declared aligned, so that the compiler knows the low bits of descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Layout::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
@@ -451,7 +452,7 @@ __device__ __forceinline__ void run_loop(const LinearDenseArgs& args) {
     Loop::template consume<In, Layout>(args, shared, warpgroup, tile_epilogue);
   }
   if constexpr (Layout::kCluster > 1) {
-    // Until then another block may arrive at this one's barriers.
+    // Another block may still arrive at this one's barriers: no block exits before all are done.
     ptx::cluster_arrive();
     ptx::cluster_wait();
   }

@@ -1,16 +1,16 @@
-// x weightᵀ in fp32, of two 16-bit operands of one type: the product of two 16-bit values is exact
-// in fp32, so one product on the tensor cores is as good as an fp32 product of the operands cast
-// up.
+// x weightᵀ in fp32, for two 16-bit operands of one type: the product of two 16-bit values is exact
+// in fp32, so one product on the tensor cores is as accurate as an fp32 product of the upcast
+// operands.
 //
-// Else linear_dense_sm90.cuh, but for its loop: the tensor core truncates when it accumulates, so
-// every 64 of k the accumulators are added to sums in fp32 registers, as in the split product
-// (linear_split_sm90.cuh). Two sets of accumulators take turns: the tensor core has the next 64 of
-// k while the last ones are added.
+// This is linear_dense_sm90.cuh with another main loop: the tensor core truncates when it
+// accumulates, so every 64 of k the accumulators are added to sums in fp32 registers, as in the
+// split product (linear_split_sm90.cuh). Two sets of accumulators alternate: the tensor core
+// computes the next 64 of k while the last ones are added.
 //
 //   FX_FUSER_LINEAR_EXACT(Epilogue, /*scalars*/ 0, /*Acc*/ float, /*Out*/ float,
 //                         /*x, weight*/ __nv_bfloat16)
 //
-// There is no bias and no z: both would be of the operands' type.
+// There is no bias and no z: both would have the operands' type.
 #pragma once
 
 #include "linear/linear_dense_sm90.cuh"
@@ -60,7 +60,7 @@ __device__ __forceinline__ void ExactLoop::consume(const LinearDenseArgs& args,
     float odd[kSums];
 #pragma unroll
     for (float& one : sum[0]) one = 0;
-    // Adds what was issued first, of two or, if `last`, one.
+    // Adds the older of two groups in flight or, if `last`, the only one.
     const auto add = [&](float (&accumulator)[kSums], bool last) {
       if (last) {
         ptx::wgmma_wait<0>();

@@ -1,5 +1,5 @@
-// The split product by the main loop that the architecture has: wgmma's on Hopper, else mma.sync's.
-// The shim, which launches them, chooses alike (host/linear_split.h).
+// The split product with the architecture's main loop: wgmma on Hopper, else mma.sync. The shim
+// makes the same choice when it launches them (host/linear_split.h).
 #pragma once
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

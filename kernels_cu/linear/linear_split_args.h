@@ -1,5 +1,5 @@
-// What the host tells the split-product linear kernels. The shim fills it, linear_split_sm90.cuh
-// and linear_split_mma.cuh read it.
+// Arguments of the split-product linear kernels. The shim fills them, linear_split_sm90.cuh and
+// linear_split_mma.cuh read them.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 
 namespace fx_fuser {
 
-// ---- how the rows of x are split ----------------------------------------------------------------
+// ---- pre-pass: launch shapes --------------------------------------------------------------------
 
 constexpr int kSplitThreads = 256;  // at most
-constexpr int kSplitWidth = 8;      // elements a thread has at once
-constexpr int kSplitKept = 2;  // times that many, between the search for the largest and the split
+constexpr int kSplitWidth = 8;      // elements per thread and load
+constexpr int kSplitKept = 2;       // loads that stay in registers between the search and the split
 constexpr int kSplitMaxCluster = 8;
 
-// Blocks that share a row: such that they keep all of it, up to k = 32,768.
+// Blocks per row: enough to keep all of it in registers, up to k = 32,768.
 constexpr int split_cluster(int64_t k) {
   int blocks = 1;
   constexpr int kKept = kSplitKept * kSplitThreads * kSplitWidth;
@@ -25,15 +25,15 @@ constexpr int split_cluster(int64_t k) {
   return blocks;
 }
 
-// Threads that share a row, where part of a warp keeps all of it; else 0. In eights, for a row's
-// part in a plane is padded to 64.
+// Threads per row if at most a warp can keep all of it in registers, else 0. Multiples of eight,
+// since a row's part of a plane is padded to 64.
 constexpr int split_lanes(int64_t k) {
   int lanes = 8;
   while (lanes < 32 && kSplitKept * lanes * kSplitWidth < k) lanes *= 2;
   return kSplitKept * lanes * kSplitWidth < k ? 0 : lanes;
 }
 
-// A block's threads: no more than keep a short row, so that many rows are under way.
+// A block's threads: no more than a short row needs, so that many rows are in flight.
 constexpr int split_threads(int64_t k) {
   constexpr int kKeptByWarp = kSplitKept * 32 * kSplitWidth;
   int threads = 32;
@@ -43,8 +43,8 @@ constexpr int split_threads(int64_t k) {
 
 // ---- planes -------------------------------------------------------------------------------------
 
-// A plane is one chunk of k of one batch: a product by itself, with scales of its own. Planes are
-// numbered [chunk, outer, inner], batches having two dimensions that need not merge into one.
+// A plane is one chunk of k of one batch: a product of its own, with its own scales. Planes are
+// numbered [chunk, outer, inner]; batches have two dimensions, which need not merge into one.
 struct Plane {
   int chunk;
   int outer;
@@ -58,10 +58,10 @@ struct PlaneStride {
 };
 
 struct Planes {
-  Divisor<uint32_t> batches;  // of a chunk
-  Divisor<uint32_t> inner;    // of an outer batch
+  Divisor<uint32_t> batches;  // per chunk
+  Divisor<uint32_t> inner;    // per outer batch
   int32_t chunks;
-  int32_t k;       // of a chunk
+  int32_t k;       // per chunk
   int32_t last_k;  // of the last chunk
 };
 
@@ -83,10 +83,10 @@ __device__ __forceinline__ int k_of(const Planes& planes, const Plane& plane) {
 }
 #endif
 
-// ---- x, split -----------------------------------------------------------------------------------
+// ---- pre-pass: arguments ------------------------------------------------------------------------
 
-// Of a row of x: what undoes its scale, and the sum, still scaled, below which the split may have
-// lost too much.
+// Per row of x: the factor that undoes its scale, and the (still scaled) sum below which the split
+// may have lost too much accuracy.
 struct alignas(8) SplitRowFactors {
   float unscale;
   float least_sum;
@@ -97,21 +97,21 @@ struct SplitArgs {
   PlaneStride x_plane;
   int64_t x_stride_m;
   int64_t x_stride_k;
-  // [plane, parts, rows, padded_k] fp16: hi and, of an fp32 x, lo; or null: only factors are found.
+  // [plane, parts, rows, padded_k] fp16: hi and, for an fp32 x, lo. Null: only compute factors.
   void* split;
   SplitRowFactors* factors;  // [plane, rows]
-  float least_sum;           // the most that one asks for
+  float least_sum;           // upper bound of the rows' least_sum
   Planes planes;
   Divisor<uint32_t> units;  // of a plane: rows, or strips of columns
   int32_t rows;
   int32_t padded_k;
   int32_t lanes;  // of split_lanes
-  bool natural;   // k in order, for an N-major weight; else in that of a weight's 16-byte chunks
+  bool natural;   // k in order, for an N-major weight; else in the order of a weight's chunks
   bool vectors;   // k is adjacent, and rows are 16-byte aligned
 };
 
-// Where the rows of x are columns in memory: a block has a strip of them, and takes so many of k
-// through shared memory at once.
+// If the rows of x are columns in memory: rows per block (a strip), and k per step through shared
+// memory.
 constexpr int kSplitStrip = 32;
 constexpr int kSplitDepth = 64;
 
@@ -122,25 +122,25 @@ constexpr int kLinearConsumerThreads = 256;
 constexpr int kLinearTileN = 128;  // rows of the weight
 constexpr int kLinearTileM = 128;  // rows of x
 constexpr int kLinearTileK = 64;
-constexpr int kLinearGroupM = 8;      // tiles of x side by side: they and the weight's share the L2
+constexpr int kLinearGroupM = 8;      // tiles of x per group: they stay in L2 while it runs
 constexpr int kLinearBox = 32;        // of the weight's tensor map: 128 bytes, one swizzle span
-constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
+constexpr int kLinearChunkK = 32768;  // of k, that are summed in one fp32
 constexpr int kLinearStages = 3;
 constexpr int kLinearVector = 4;  // adjacent elements of a result or an operand
 constexpr float kLeastSum = 512;  // times sqrt(k): see imprecise_rows
-// Of a tile and warp: a bit a row of x, and then a bit a row of the weight.
+// Per tile and warp: one bit per row of x, then one bit per row of the weight.
 constexpr int kLinearUnsureWords = kLinearTileM / 32 + 1;
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes =
-    8 * ((32 * 20 + 3 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
+    8 * ((32 * 20 + 3 * 128) * 4 + (2 + kMaxInputs) * 8);  // one Exchange per warp
 constexpr int kLinearTilesBytes =
-    kLinearEpilogueBytes + 8 /*began*/ + 16 /*when to do what again*/ + 8 /*to whole vectors*/;
+    kLinearEpilogueBytes + 8 /*began*/ + 16 /*redo state*/ + 8 /*padding*/;
 constexpr int kLinearSharedBytes =
     kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) + kLinearTilesBytes;
 
-// The same by mma.sync, of any architecture (linear_split_mma.cuh). A stage is 32 of k, and their
-// number what shared memory holds.
+// The same for mma.sync, on any architecture (linear_split_mma.cuh). A stage is 32 of k; there are
+// as many as fit in shared memory.
 constexpr int kMmaThreads = kLinearConsumerThreads;
 constexpr int kMmaTileK = 32;
 constexpr int kMmaLeastStages = 2;
@@ -149,43 +149,43 @@ constexpr int kMmaStageBytes =
     kMmaTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kMmaBesideStages = kLinearTilesBytes + kMmaMostStages * 2 * 8 /*barriers*/;
 
-// Of the shared memory that a block may have; too few where it is less than any GPU's from sm_80
-// on.
+// The stages that fit in the shared memory of a block. At least kMmaLeastStages on every GPU from
+// sm_80 on.
 constexpr int mma_stages(int shared_bytes) {
   const int stages = (shared_bytes - kMmaBesideStages) / kMmaStageBytes;
   return stages < kMmaMostStages ? stages : kMmaMostStages;
 }
 constexpr int mma_shared_bytes(int stages) { return kMmaBesideStages + stages * kMmaStageBytes; }
 
-// Where planes of a result or an operand lie; strides in bytes.
+// The planes of a result or an operand; strides in bytes.
 struct LinearPlace {
   void* data;
   PlaneStride plane;
 };
 
-// Element [m, n] of a plane is [m * stride_m + n * stride_n] from its beginning.
+// Element [m, n] of a plane is at m * stride.m + n * stride.n.
 struct OperandStride {
   int64_t m;
   int64_t n;
 };
 
-// What the sums become.
+// Where the results go, and what the epilogue reads.
 struct LinearResult {
   static constexpr int kOut = 0;
   static constexpr int kZ = 1;
   static constexpr int kFirstOperand = 2;
 
-  LinearPlace place[kFirstOperand + kMaxInputs];  // z's is null where it is not kept
+  LinearPlace place[kFirstOperand + kMaxInputs];  // z's is null if it is not stored
   int64_t out_stride;                             // of rows, whose elements are adjacent
   int64_t z_stride;
   OperandStride operand[kMaxInputs];
   const float* bias;  // [n], or null
   float scalar[kMaxScalars];
-  uint32_t vectors;  // bit i: place i is read or stored in whole vectors, which are aligned
+  uint32_t vectors;  // bit i: place i can be read or stored in whole, aligned vectors
 
 #ifdef __CUDACC__
   __device__ __forceinline__ bool is_vector(int i) const { return vectors >> i & 1; }
-  // The result, and z.
+  // Whether both the result and z can be stored in vectors.
   __device__ __forceinline__ bool is_in_vectors() const {
     constexpr uint32_t kBoth = 1 << kOut | 1 << kZ;
     return (vectors & kBoth) == kBoth;
@@ -196,18 +196,17 @@ struct LinearResult {
 struct LinearSplitArgs {
   TensorMap weight_map;  // [outer, inner, n, k] fp32; an N-major one [outer, inner, k, n]
   TensorMap x_map;       // [plane, parts, m, padded k] fp16, as the split wrote it
-  // Instead of both, for mma.sync, which copies by itself: the split, and how many stages there
-  // are.
+  // Instead of both, for mma.sync, which loads by cp.async: the split, and the number of stages.
   const void* split;
   int32_t padded_k;
   int32_t stages;
   const SplitRowFactors* x_factors;       // [plane, m]
   const SplitRowFactors* weight_factors;  // [plane, n], or null: the rows' scales are guessed
-  void* spilled;     // [blocks, tile m * tile n] float where k > kLinearChunkK, else unused
-  uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
-  uint64_t* redo;    // [tiles], a byte a consuming warp: is it to be done again
-  uint32_t* precision_flag;  // in the host's memory: how many times longer than bearable that took
-  uint32_t* guesses_flag;    // there: how many eighths of a block's tiles were done again; or null
+  void* spilled;             // [blocks, tile m * tile n] float if k > kLinearChunkK, else unused
+  uint32_t* unsure;          // [tiles, warps, kLinearUnsureWords]: rows to repair in plain fp32
+  uint64_t* redo;            // [tiles], one byte per consumer warp: the tile must be recomputed
+  uint32_t* precision_flag;  // in host memory: repair time as a multiple of what is bearable
+  uint32_t* guesses_flag;    // in host memory: eighths of a block's tiles recomputed; or null
   const void* x;             // [plane, m, k] of any strides: only read to repair
   const float* weight;       // [plane, n, k], likewise
   PlaneStride x_plane;
@@ -218,19 +217,19 @@ struct LinearSplitArgs {
   int64_t weight_stride_k;
   LinearResult result;
   Planes planes;
-  Divisor<uint32_t> plane_tiles;  // of a plane
-  Divisor<uint32_t> group_tiles;  // of kLinearGroupM tiles of x
+  Divisor<uint32_t> plane_tiles;  // tiles per plane
+  Divisor<uint32_t> group_tiles;  // tiles per group of kLinearGroupM tiles of x
   Divisor<uint32_t> last_width;   // tiles of x in a group that has fewer, after whole_groups
   uint32_t whole_groups;
   float least_sum;
-  float bearable;  // time for repairs, as a part of the product's
+  float bearable;  // time for repairs, relative to the product's
   int32_t m;
   int32_t n;
   int32_t tiles;         // of all planes
-  int32_t weight_outer;  // 1 where each outer batch has a weight of its own, 0 where they share it
+  int32_t weight_outer;  // 1 if each outer batch has its own weight, 0 if they share it
   int32_t weight_inner;
-  bool transposed;  // the result is [n, m], and `result` speaks of it so
-  bool pairs;       // then: m is even, and two adjacent elements of it are aligned together
+  bool transposed;  // the result, as `result` describes it, is [n, m]
+  bool pairs;       // if transposed: pairs along m can be stored together
 };
 
 // ---- the sum of chunks --------------------------------------------------------------------------
@@ -245,7 +244,7 @@ struct LinearSumArgs {
   Divisor<uint32_t> m;
   Divisor<uint32_t> inner;
   uint32_t count;  // elements of the result
-  int32_t rows;    // of it, in all batches
+  int32_t rows;    // of the result, in all batches
   int32_t pitch;
   int32_t chunks;
 };

@@ -1,5 +1,5 @@
-// Of the split product: what a tile's epilogue needs, and what is not finite or unsure computed
-// again. How results are stored: linear_split_store.cuh.
+// The split product's epilogue: prefetches its operands, and repairs results that are not finite or
+// not precise enough. Stores are in linear_split_store.cuh.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace fx_fuser::linear_split {
 
-// A warp computes x[m, :] weight[n, :]ᵀ of a plane in fp32, as IEEE has it.
+// A warp computes x[m, :] weight[n, :]ᵀ of a plane in IEEE fp32.
 template <class X>
 __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, const Plane& plane,
                                                int m, int n) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, cons
         sum = fmaf(convert<float>(x[k * args.x_stride_k]), weight[k * args.weight_stride_k], sum);
       }
     }
-    // A NaN stays one: a tensor full of them is soon done.
+    // A NaN stays a NaN: this exit makes tensors full of them fast.
     if (__any_sync(0xFFFFFFFF, isnan(sum))) return NAN;
   }
 #pragma unroll
@@ -51,8 +51,8 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
 
   Precision doubt = kSure;
 
-  // Ahead of the tile's products, which hide the wait: what the epilogue needs is copied to shared
-  // memory, and operands to the L2 cache.
+  // Ahead of the tile's products, which hide the latency: copies factors and bias to shared memory
+  // and prefetches operands to L2.
   __device__ __forceinline__ void begin(int index) const {
     const Tile tile = tile_at(args, index);
     const Self me = self();
@@ -85,7 +85,7 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
     (prefetch_operand<In>(me, tile, kOperand), ...);
   }
 
-  // 64 bytes an instruction, of elements of four.
+  // A lane's prefetch covers 64 bytes of 4-byte elements.
   template <class T>
   __device__ __forceinline__ void prefetch_operand(const Self& me, const Tile& tile, int i) const {
     const int place = LinearResult::kFirstOperand + i;
@@ -102,19 +102,19 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
     }
   }
 
-  // What begin() copies has arrived.
+  // Waits until begin()'s copies have arrived.
   __device__ __forceinline__ void ready() const {
     ptx::copy_async_wait();
     __syncwarp();
   }
 
-  // Of x's row i of the tile: see imprecise_rows.
+  // For x's row i of the tile: see imprecise_rows.
   __device__ __forceinline__ float least_sum(int i) const {
     return shared.exchange[threadIdx.x / 32].x_factors[i].least_sum;
   }
 
-  // Rows are named as by imprecise_rows and imprecise_weights. One of x that has a z that is not
-  // finite is done again whole.
+  // imprecise, weights: as returned by imprecise_rows and imprecise_weights. A row of x with a z
+  // that is not finite is repaired as a whole.
   __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t imprecise,
                                              uint32_t weights) {
     const Tile tile = tile_at(args, index);
@@ -129,13 +129,13 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
     }
   }
 
-  // This warp's of a tile.
+  // This warp's words for a tile.
   __device__ __forceinline__ uint32_t* unsure_rows(int index) const {
     const int64_t warp = int64_t{index} * (kLinearConsumerThreads / 32) + threadIdx.x / 32;
     return args.unsure + warp * kLinearUnsureWords;
   }
 
-  // A lane's elements that are in unsure rows.
+  // A bit per element of this lane that is in an unsure row.
   __device__ __forceinline__ uint64_t unsure_elements(const Self& me, int index) const {
     const uint32_t rows = unsure_rows(index)[me.lane % 4];
     const uint32_t weights = unsure_rows(index)[kLinearUnsureWords - 1];
@@ -155,17 +155,17 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
     return elements;
   }
 
-  // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
-  // the stages' addresses are uniform, and descriptors would then reach each wgmma through R2UR.
+  // After all tiles: with divergent code in the loop over tiles, ptxas no longer knows that the
+  // stages' addresses are uniform, and passes descriptors to each wgmma through R2UR.
   __device__ __forceinline__ void repair() const {
-    __syncwarp();  // the rows are read by other lanes than wrote them
+    __syncwarp();  // other lanes wrote the rows that a lane reads
     if (doubt == kSure) return;
     const Self me = self();
     const int64_t ended = clock64();
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
       repair(me, tile_at(args, index), unsure_elements(me, index));
     }
-    // The kernel takes as long as its slowest warp.
+    // One warp is enough to report: the kernel takes as long as its slowest warp.
     const auto product = static_cast<float>(ended - shared.began);
     const auto repairs = static_cast<float>(clock64() - ended);
     const float times = repairs / (args.bearable * product);
@@ -173,10 +173,10 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
       *args.precision_flag = static_cast<uint32_t>(fminf(times, 1000));
   }
 
-  // The warp goes through its lanes' elements one by one.
+  // The warp repairs its lanes' elements one by one.
   __device__ __forceinline__ void repair(const Self& me, const Tile& tile,
                                          uint64_t elements) const {
-    __syncwarp();  // the last tile's places have been read
+    __syncwarp();  // the previous tile's places have been read
     this->find_places(me, tile.at);
     __syncwarp();
     while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, elements != 0)) {

@@ -1,6 +1,6 @@
-// The kernels of a split product, with a main loop for the architecture: those that have its
-// epilogue, and those around them, which are the same for every epilogue. The latter take as long
-// to compile, so they are a translation unit of their own, compiled once.
+// The kernels of the split product, for a given main loop: those with an epilogue, and those that
+// are the same for every epilogue. The latter take as long to compile, so they are a translation
+// unit of their own, compiled once.
 #pragma once
 
 #include "common/copy_rows.cuh"
@@ -9,7 +9,7 @@
 
 namespace fx_fuser::linear_split {
 
-// Of a main loop and the arguments of its macro.
+// The kernels' bodies, for a main loop and the arguments of its macro.
 template <class Loop, class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
 struct Kernels {
   template <bool kNMajor>
@@ -21,7 +21,7 @@ struct Kernels {
   }
 };
 
-// A chunk of k, for sum_chunks.
+// Partial sums of one chunk of k, for sum_chunks.
 template <class Loop, class X, bool kNMajor>
 __device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
   ptx::launch_dependents();
@@ -30,7 +30,8 @@ __device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
 
 }  // namespace fx_fuser::linear_split
 
-// For sm_120 ptxas aims at four to six blocks per SM, and may spill; with three named it does not.
+// For sm_120 ptxas aims at four to six blocks per SM and may spill; with a minimum of three it does
+// not.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 #define FX_FUSER_SPLIT_COLUMNS_BOUNDS fx_fuser::kSplitThreads, 3
 #else

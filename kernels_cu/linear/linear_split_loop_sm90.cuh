@@ -1,5 +1,5 @@
-// Of the split product: the main loop, of the warps that feed it and of the warpgroups that
-// multiply.
+// The split product's main loop by TMA and wgmma: the producer threads that feed the two rings, and
+// the consumer warpgroups.
 #pragma once
 
 #include "common/ptx_sm90.cuh"
@@ -14,15 +14,15 @@ constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
 static_assert(kLinearConsumerThreads == kConsumers * kWarpgroup);
-// What a block is launched with is all that its warps can give and take: with more, they wait for
-// ever.
+// setmaxnreg only redistributes the registers that a block is launched with: if the sum is larger,
+// warps wait forever.
 constexpr int kLaunchRegisters = 64 * 1024 / kLinearThreads / 8 * 8;
 static_assert(kConsumerRegisters * kConsumers + kProducerRegisters <=
               kLaunchRegisters * (kConsumers + 1));
 
 // ---- shared memory ------------------------------------------------------------------------------
 
-// 64 of k. Rows are 128 bytes, swizzled as RawWeight has it.
+// A stage of the weight: 64 of k. Rows are 128 bytes, swizzled as RawWeight describes.
 struct WeightSlot {
   union {
     float box[kTileK / kLinearBox][kTileN][kLinearBox];      // [k][n][k]
@@ -35,8 +35,8 @@ struct XSlot {
 static_assert(sizeof(WeightSlot) + sizeof(XSlot) == kLinearStageBytes);
 static_assert(sizeof(WeightSlot) % 1024 == 0 && sizeof(XSlot) % 1024 == 0);
 
-// Two rings: a slot of the weight is free once it is in registers, one of x once its products are
-// done, more than a turn later.
+// Two rings: a slot of the weight is free once it is in registers, one of x only when its products
+// are done, more than a turn later.
 struct HopperShared {
   WeightSlot weight[kLinearStages];
   XSlot x[kLinearStages];
@@ -48,7 +48,8 @@ static_assert(sizeof(HopperShared) == kLinearSharedBytes);
 
 // ---- producers ----------------------------------------------------------------------------------
 
-// feed(tile, k) for every stage. A tile done again comes twice: for its scales, for its products.
+// Calls feed(tile, k) for every stage. A recomputed tile is fed twice: for its scales, then for its
+// products.
 template <class Feed>
 __device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared& shared,
                                             const Feed& feed) {
@@ -63,7 +64,7 @@ __device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared&
 
 template <bool kNMajor>
 __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, HopperShared& shared) {
-  // A weight that only one tile of x meets is read once.
+  // With a single tile of x, the weight is read only once.
   const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
   PipelineState pipeline;
   feed_stages(args, shared.tiles, [&](Tile tile, int k) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, HopperS
     pipeline.wait_until_empty(shared.of_weight);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
     if constexpr (kNMajor) {
-#pragma unroll 1  // few registers are left to this warp
+#pragma unroll 1  // this warp has few registers
       for (int box = 0; box < kTileN / kLinearBox; ++box) {
         ptx::tensor_load(ptx::shared_address(slot.n_major[box]), args.weight_map, full, policy,
                          tile.n + box * kLinearBox, in_weight, inner, outer);
@@ -108,7 +109,7 @@ __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, HopperShared
 
 // ---- consumers ----------------------------------------------------------------------------------
 
-// Ping-pong: the two consumers issue in turn, the first one first.
+// Ping-pong: the two consumers issue their wgmmas alternately, the first one first.
 struct PingPong {
   int consumer;
 
@@ -123,14 +124,14 @@ struct PingPong {
   }
   __device__ __forceinline__ void take() const { wait_for(consumer); }
   __device__ __forceinline__ void pass() const { pass_to(1 - consumer); }
-  // The second consumer's last pass is still to be met.
+  // Matches the second consumer's last pass.
   __device__ __forceinline__ void end() const {
     if (consumer == 0) wait_for(0);
   }
 };
 
-// accumulator = the three products with x, or two where that has no lo. The small ones first: what
-// the tensor core truncates is relative to the sum so far.
+// accumulator = the three products with x, or two if x has no lo. The small ones come first: the
+// tensor core's truncation is relative to the sum so far.
 template <class X>
 __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments<kTileK>& weight,
                                                const XSlot& slot, const PingPong& ping_pong) {
@@ -138,7 +139,7 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
   const uint64_t x_lo = ptx::matrix_descriptor(ptx::shared_address(slot.part[1]));
   constexpr int kDescriptorStep = 16 * sizeof(__half) / 16;
   constexpr int kSteps = kTileK / 16;
-  // Pinned here, else ptxas serialises the products or sinks the splitting behind the barrier.
+  // Without these pins ptxas serialises the products or sinks the splitting behind the barrier.
   ptx::pin(accumulator);
   weight.pin();
   ping_pong.take();
@@ -161,15 +162,14 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
   ping_pong.pass();
 }
 
-// tile_epilogue(index, sum, imprecise, weights) for every tile of the block, sum[4i + 2r + t] being
-// the one of
+// Calls tile_epilogue(index, sum, imprecise, weights) for every tile of the block, then
+// tile_epilogue.repair(). sum[4i + 2r + t] is the sum of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
-// still in the scale of x's row, and the imprecise rows of x and of the weight; then
-// tile_epilogue.repair().
+// still scaled by x's row; `imprecise` and `weights` are the imprecise rows of x and of the weight.
 //
-// What decides the speed is the path from one product's end to the next one's issue: promote,
-// split, issue. It must be shorter than the other consumer's products. All else stands after the
-// issue, where the warp would only wait.
+// The critical path is from the end of one stage's products to the issue of the next: promote,
+// split, issue. It must be shorter than the other consumer's products. Everything else is placed
+// after the issue, where the warp would only wait.
 template <bool kNMajor, class X, class TileEpilogue>
 __device__ __forceinline__ void consume(const LinearSplitArgs& args, HopperShared& shared,
                                         int consumer, TileEpilogue& tile_epilogue) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, HopperShare
   const uint32_t place = RawWeight<kNMajor, kTileK>::place_of(row, g, c);
   const int k_tiles = (args.planes.k + kTileK - 1) / kTileK;
 
-  PipelineState stage;  // that is read next, or whose products are issued next
+  PipelineState stage;  // to be read next, or whose products are issued next
   RawWeight<kNMajor, kTileK> raw;
   const auto read = [&](const PipelineState& from) {
     from.wait_until_full(shared.of_weight);
@@ -197,8 +197,9 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, HopperShare
   TileScheduler scheduler{args, shared.tiles};
   while (scheduler.next(OfWarp{})) {
     tile_epilogue.begin(scheduler.index);
-    // A guess looks at the first stage, which is needed in registers anyway; the truth takes a pass
-    // of its own, here or, for all tiles, in a kernel ahead of this one.
+    // A guess uses the first stage only, which is loaded to registers anyway. Exact scales need a
+    // pass over the weight: here for a recomputed tile, or for all tiles in an earlier kernel
+    // (weight_factors).
     float largest[2] = {0, 0};
     if (args.weight_factors != nullptr) {
       const Tile tile = tile_at(args, scheduler.index);

@@ -1,22 +1,20 @@
-// The split product of linear_split_sm90.cuh by mma.sync, for every architecture from sm_80 on: the
-// same scales, the same order of k, the same layout of a warp's sums, the same epilogue.
+// The split product of linear_split_sm90.cuh by mma.sync, for every architecture from sm_80 on:
+// same scales, same order of k, same layout of a warp's sums, same epilogue.
 //
-// What differs is how operands come to the tensor core:
+// It differs in how operands reach the tensor core:
 //
-// - Stages of 32 of k come to shared memory by cp.async, the weight as it is and the halves of x
-// that
-//   the pre-pass wrote. How many there are follows from what shared memory a block may have
-//   (`mma_stages`): two on GPUs with 99 KB, four on an A100, six from Hopper on.
-// - Each of eight warps copies an eighth of a stage, since a ninth warp would leave them 168
-//   registers instead of 255. They meet at mbarriers a stage, not at a barrier of the block: one
-//   splits while another multiplies.
-// - A warp multiplies 32 rows of the weight by 64 of x. 16 by 128, as the Hopper kernel's warps
-// have
-//   it, would read shared memory half as often again.
+// - Stages of 32 of k are loaded by cp.async: the weight in fp32, and the halves of x that the
+//   pre-pass wrote. Their number depends on a block's shared memory (`mma_stages`): two on GPUs
+//   with 99 KB, four on an A100, six from Hopper on.
+// - Each of eight warps copies an eighth of a stage; a ninth warp as producer would leave them 168
+//   registers instead of 255. They synchronise by mbarriers per stage, not by a barrier of the
+//   block, so that one splits while another multiplies.
+// - A warp multiplies 32 rows of the weight by 64 of x. 16 by 128, as in the Hopper kernel, would
+//   read half as much again from shared memory.
 // - After the last stage the two warps that have the same rows of the weight swap half of their
-//   sums. From there on each has 16 rows of the weight by 128 of x.
-// - Sums are promoted every 32 of k, where the Hopper kernel promotes every 64: mma.sync's
-//   accumulators are registers, and 32 at once leave room for the stage to come.
+//   sums. From then on each has 16 rows of the weight by 128 of x.
+// - Sums are promoted every 32 of k instead of the Hopper kernel's 64: mma.sync's accumulators are
+//   registers, and 32 at once leave room for the next stage.
 //
 // The generated translation units are those of linear_split_sm90.cuh with FX_FUSER_LINEAR_SPLIT_MMA
 // and FX_FUSER_LINEAR_SPLIT_MMA_COMMON.
@@ -52,7 +50,7 @@ __device__ __forceinline__ void Mma::run(const LinearSplitArgs& args) {
     shared.tiles.began = clock64();
   }
   __syncthreads();
-  ptx::wait_for_prerequisites();  // x as the pre-pass splits it, and the scales of its rows
+  ptx::wait_for_prerequisites();  // the pre-pass: x's halves, and the scales of its rows
 
   TileEpilogue<Mma, X, Epilogue, kScalars, Out, In...> tile_epilogue{{args, shared.tiles}};
   multiply<kNMajor, X>(args, shared, tile_epilogue);

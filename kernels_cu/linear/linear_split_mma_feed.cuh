@@ -1,4 +1,5 @@
-// Of the split product by mma.sync (linear_split_mma.cuh): the ring of stages, and what feeds it.
+// The split product by mma.sync (linear_split_mma.cuh): the ring of stages, and the cp.async copies
+// that feed it.
 #pragma once
 
 #include "linear/linear_split_sums.cuh"
@@ -7,8 +8,8 @@ namespace fx_fuser::linear_split {
 
 // ---- shared memory ------------------------------------------------------------------------------
 
-// 32 of k. The weight lies as RawWeight has it. Rows of x are 64 bytes: the 16-byte chunk c of row
-// r lies at chunk c ^ (r / 2 % 4), so that eight rows of one chunk have all banks.
+// 32 of k. The weight is laid out as RawWeight describes. Rows of x are 64 bytes: the 16-byte chunk
+// c of row r is stored at chunk c ^ (r / 2 % 4), so that one chunk of eight rows covers all banks.
 struct MmaStage {
   union {
     float box[kTileN][kMmaTileK];                               // [n][k]
@@ -19,7 +20,7 @@ struct MmaStage {
 static_assert(sizeof(MmaStage) == kMmaStageBytes && kMmaTileK == kLinearBox);
 constexpr int kMmaXOffset = sizeof(MmaStage) - sizeof(MmaStage::x);  // NVRTC has no offsetof
 
-// And behind it as many stages as LinearSplitArgs::stages.
+// Followed by LinearSplitArgs::stages stages.
 struct MmaShared {
   Shared tiles;
   Barriers<kMmaMostStages> ring;
@@ -30,16 +31,16 @@ struct MmaShared {
 };
 static_assert(sizeof(MmaShared) == kMmaBesideStages && kMmaBesideStages % 128 == 0);
 
-// ---- the ring is fed ----------------------------------------------------------------------------
+// ---- feeding the ring ---------------------------------------------------------------------------
 
-// A thread's part of the stages, ahead of the one that is multiplied: of the weight's [n][k] 16
-// rows a warp, four at once by eight lanes each; of an N-major weight four rows of k; of each half
-// of x 16 rows, eight at once by four lanes each.
+// A thread's share of the copies, ahead of the stage that is multiplied. A warp copies 16 rows of
+// the weight's [n][k], four at once by eight lanes each, or four rows of k of an N-major weight;
+// and 16 rows of each half of x, eight at once by four lanes each.
 template <bool kNMajor, class X>
 struct Feeder {
   static constexpr int kWarps = kMmaThreads / 32;
   static constexpr int kWeightCopies = kMmaTileK * kTileN * 4 / 16 / kMmaThreads;
-  static constexpr int kXCopies = kMmaTileK * kTileM * 2 / 16 / kMmaThreads;  // of a half
+  static constexpr int kXCopies = kMmaTileK * kTileM * 2 / 16 / kMmaThreads;  // per half
   static constexpr int kParts = kHasLo<X> ? 2 : 1;
   static constexpr int kWeightStep = kNMajor ? 1 : 4;  // lines from one copy to the next
   static constexpr int kRowBytes = kLinearBox * 4;
@@ -51,15 +52,15 @@ struct Feeder {
   MmaShared& shared;
   int index = 0;
   int left = 0;             // of the tile's k
-  bool for_scales = false;  // a tile that is done again comes twice: its products after
+  bool for_scales = false;  // a recomputed tile is fed twice: first for its scales
   const float* weight = nullptr;
   const __half* x = nullptr;
 
-  bool inside = false;  // all lines that this thread copies of the tile are there
+  bool inside = false;  // all lines that this thread copies are inside the operands
   uint32_t places =
-      0;  // in a stage, of its first copies: of the weight's, and from bit 16 on of x's
+      0;  // offsets of the first copies in a stage: the weight's, and x's from bit 16 on
 
-  // In a stage, of the thread's first copies: lines, and chunks of 16 bytes.
+  // Lines and 16-byte chunks of the thread's first copies in a stage.
   struct Part {
     int weight_line;
     int weight_chunk;
@@ -85,7 +86,7 @@ struct Feeder {
     places = static_cast<uint32_t>(weight_place | x_place << 16);
   }
 
-  // At the block's first tile, of all or of those that are marked to be done again.
+  // Starts at the block's first tile, or at the first that is marked to be recomputed.
   __device__ __forceinline__ void start(bool redoing) {
     index = static_cast<int>(blockIdx.x - gridDim.x);
     find_places();
@@ -121,7 +122,7 @@ struct Feeder {
     inside = inside && args.m - m > 8 * (kXCopies - 1);
   }
 
-  // The next stage, if there is one, to a slot that all warps are through with.
+  // Copies the next stage, if there is one, to a slot that all warps have released.
   __device__ __forceinline__ void feed(int slot, bool redoing) {
     if (left <= 0) return;
     const uint32_t stage = ptx::shared_address(&shared.stage(slot));
@@ -146,11 +147,11 @@ struct Feeder {
     }
   }
 
-  // Is the next stage all there, with another one of its tile behind it?
+  // Whether the next stage is whole and is not the last of its tile.
   __device__ __forceinline__ bool is_plain() const { return inside && left > kMmaTileK; }
 
-  // The next stage, which is plain, to an empty slot; nothing where not `feeds`. By no branch, so
-  // that arrive() comes later: of an arrival under a predicate ptxas makes one.
+  // Copies the next stage, which is plain, to an empty slot if `feeds`; predicated, no branch. The
+  // arrival is a separate call: ptxas would turn a predicated one into a branch.
   __device__ __forceinline__ void copy_plain(int slot, bool feeds) {
     const uint32_t stage = ptx::shared_address(&shared.stage(slot));
     const auto copy_one = [=](uint32_t place, const void* from, int) {
@@ -170,8 +171,8 @@ struct Feeder {
     left -= kMmaTileK;
   }
 
-  // copy_weight and copy_x(place, from, lines after the thread's first) for all of a stage's. Only
-  // a row's number modulo 8, or of x's rows half of it modulo 4, swizzles.
+  // Calls copy_weight and copy_x(place, from, lines after the thread's first) for all of a stage's
+  // copies. The swizzle depends only on a row's number modulo 8, or, for x, on half of it modulo 4.
   template <class CopyWeight, class CopyX>
   __device__ __forceinline__ void copy(uint32_t weight_place, uint32_t x_place,
                                        const CopyWeight& copy_weight, const CopyX& copy_x) {
@@ -194,8 +195,8 @@ struct Feeder {
     }
   }
 
-  // At edges: zeros for the rest. How much is there is found anew, as there are no registers to
-  // keep it.
+  // At edges: fills the rest with zeros. The extents are recomputed: there are no registers to keep
+  // them.
   __device__ __forceinline__ void copy_what_is_there(uint32_t weight_place, uint32_t x_place) {
     const Part me = Part::self();
     const Tile tile = tile_at(args, index);

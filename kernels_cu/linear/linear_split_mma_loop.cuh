@@ -1,4 +1,5 @@
-// Of the split product by mma.sync (linear_split_mma.cuh): the main loop of its warps.
+// The split product by mma.sync (linear_split_mma.cuh): the main loop. Each warp feeds its part of
+// the ring, splits the weight and multiplies.
 #pragma once
 
 #include "linear/linear_split_mma_feed.cuh"
@@ -7,19 +8,19 @@ namespace fx_fuser::linear_split {
 
 // ---- products -----------------------------------------------------------------------------------
 
-constexpr int kMmaRowsN = 2;   // of a warp: 16 rows of the weight each
-constexpr int kMmaRowsM = 8;   // and eight rows of x each
-constexpr int kMmaGroupM = 2;  // of those, whose accumulators are at once
+constexpr int kMmaRowsN = 2;   // per warp: blocks of 16 rows of the weight
+constexpr int kMmaRowsM = 8;   // per warp: blocks of eight rows of x
+constexpr int kMmaGroupM = 2;  // blocks of x whose accumulators are live at once
 constexpr int kMmaGroups = kMmaRowsM / kMmaGroupM;
-constexpr int kMmaSteps = kMmaTileK / 16;       // of a stage
+constexpr int kMmaSteps = kMmaTileK / 16;       // per stage
 constexpr int kMmaWarpM = 8 * kMmaRowsM;        // rows of x
 constexpr int kMmaPairN = kMmaRowsN * kWarpN;   // rows of the weight
 constexpr int kMmaWarpsM = kTileM / kMmaWarpM;  // warps with the same rows of the weight
-constexpr int kMmaSumsN = 4 * kMmaRowsM;        // of 16 rows of the weight
+constexpr int kMmaSumsN = 4 * kMmaRowsM;        // per 16 rows of the weight
 static_assert(kMmaWarpsM == 2 && kMmaRowsN * kMmaSumsN == 64);
 
-// The next stage's first operands are loaded when half of one's products are made. Two stages are
-// too few for that: the next one is not there yet. For sm_80 ptxas spills.
+// The next stage's first operands are loaded after half of a stage's products. Not with two stages,
+// when the next one has not arrived yet, and not for sm_80, where ptxas spills.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 constexpr bool kReadsEarly = true;
 #else
@@ -28,7 +29,7 @@ constexpr bool kReadsEarly = false;
 
 using MmaFragments = Fragments<kMmaTileK>;
 
-// What a warp is of its block.
+// A warp's position in its block.
 struct MmaWarp {
   int pair;  // of warps with the same rows of the weight
   int half;  // of the tile's rows of x, and after the last stage of the pair's rows of the weight
@@ -39,11 +40,11 @@ struct MmaWarp {
   }
 };
 
-// Where a lane's loads begin. Found anew for each tile, as there are no registers to keep it.
+// Where a lane's loads begin. Recomputed for each tile: there are no registers to keep it.
 struct MmaPlace {
   int row;          // of the weight's tile
   uint32_t weight;  // in a stage
-  uint32_t x;       // in a stage: of the first eight rows a lane's one, and its chunk of k
+  uint32_t x;       // in a stage: the lane's row of the first eight, and its chunk of k
 
   template <bool kNMajor>
   static __device__ __forceinline__ MmaPlace of() {
@@ -57,13 +58,13 @@ struct MmaPlace {
   }
 };
 
-// Of two times eight rows of x, all of a stage's k.
+// Two times eight rows of x, with all of a stage's k.
 template <class X>
 struct XFragments {
   uint32_t hi[kMmaGroupM][2 * kMmaSteps];
-  uint32_t lo[kMmaGroupM][2 * kMmaSteps];  // unused where X has none
+  uint32_t lo[kMmaGroupM][2 * kMmaSteps];  // unused if X has no lo
 
-  // From where a lane's matrices of x begin in a stage; nothing where not `reads`.
+  // place: where a lane's matrices of x begin in a stage. Loads nothing unless `reads`.
   __device__ __forceinline__ void load(uint32_t place, int group, bool reads) {
     constexpr int kBytesOfRows = 8 * kMmaTileK * sizeof(__half);
     constexpr int kBytesOfPart = kTileM * kMmaTileK * sizeof(__half);
@@ -82,7 +83,7 @@ struct XFragments {
 };
 
 // accumulator[r][i] = the products of 16 rows r of the weight with eight rows i of x. The small
-// ones first: what the tensor core truncates is relative to the sum so far.
+// ones come first: the tensor core's truncation is relative to the sum so far.
 template <class X>
 __device__ __forceinline__ void multiply_group(float (&accumulator)[kMmaRowsN][kMmaGroupM][4],
                                                const MmaFragments (&weight)[kMmaRowsN],
@@ -116,7 +117,7 @@ __device__ __forceinline__ void multiply_group(float (&accumulator)[kMmaRowsN][k
   for (int step = 0; step < kMmaSteps; ++step) add(false, step, x.hi);
 }
 
-// Promotes the accumulators of a group to sums in fp32: sum[32r + 4i + e], i of a warp's.
+// Adds the accumulators of a group to the fp32 sums: sum[32r + 4i + e], with i counted per warp.
 __device__ __forceinline__ void promote(float (&sum)[64],
                                         const float (&accumulator)[kMmaRowsN][kMmaGroupM][4],
                                         int group) {
@@ -132,8 +133,8 @@ __device__ __forceinline__ void promote(float (&sum)[64],
   }
 }
 
-// The two warps of a pair swap half of their sums, 16 at once, by way of both exchanges. From then
-// on sum[4i + 2r + t] is the one of
+// The two warps of a pair swap half of their sums, 16 at once, through both warps' exchanges. From
+// then on sum[4i + 2r + t] is the sum of
 //   weight row 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
 // as in the Hopper kernel.
 __device__ __forceinline__ void swap_sums(Shared& shared, float (&sum)[64]) {
@@ -174,7 +175,7 @@ __device__ __forceinline__ void swap_sums(Shared& shared, float (&sum)[64]) {
   }
 }
 
-// Of a warp's rows of the weight: largest values, then scales.
+// A warp's rows of the weight: values, largest values, scales.
 template <bool kNMajor>
 struct MmaWeight {
   RawWeight<kNMajor, kMmaTileK> raw[kMmaRowsN];
@@ -186,13 +187,13 @@ struct MmaWeight {
     raw[1].load(RawWeight<kNMajor, kMmaTileK>::next_rows(address));
   }
 
-  // The same where `reads`, by no branch.
+  // The same if `reads`; predicated, no branch.
   __device__ __forceinline__ void load_if(bool reads, uint32_t address) {
     raw[0].load_if(reads, address);
     raw[1].load_if(reads, RawWeight<kNMajor, kMmaTileK>::next_rows(address));
   }
 
-  // What is known of rows ahead of their values, which is nothing where scales are guessed.
+  // Initialises the largest values: from weight_factors, or zero if scales are guessed.
   __device__ __forceinline__ void begin(const LinearSplitArgs& args, const Tile& tile, int row) {
 #pragma unroll
     for (int r = 0; r < kMmaRowsN; ++r) {
@@ -226,15 +227,15 @@ struct MmaWeight {
   }
 };
 
-// A warp's way through the ring: what it feeds, what it has loaded, what it multiplies.
+// A warp's state in the ring: what it feeds, what it has loaded, what it multiplies.
 template <bool kNMajor, class X>
 struct MmaRing {
   const LinearSplitArgs& args;
   MmaShared& shared;
   Feeder<kNMajor, X> feeder{args, shared};
-  PipelineState stage{};  // that is read next, or whose products are made next
+  PipelineState stage{};  // to be read next, or whose products are next
   MmaWeight<kNMajor> weight{};
-  XFragments<X> x[kMmaGroups / 2];  // half of a stage's
+  XFragments<X> x[kMmaGroups / 2];  // of half a stage
 
   __device__ __forceinline__ uint32_t address() const {
     return ptx::shared_address(&shared.stage(stage.slot));
@@ -258,7 +259,7 @@ struct MmaRing {
     ptx::mbarrier_arrive(ptx::shared_address(&shared.ring.empty[stage.slot]));
   }
 
-  // Before a block's first tile, of all or of those that are done again.
+  // Fills the ring before a block's first tile, and again before the first recomputed one.
   __device__ __forceinline__ void fill(bool redoing) {
     feeder.start(redoing);
     PipelineState next = stage;
@@ -269,20 +270,20 @@ struct MmaRing {
     }
   }
 
-  // The slot of the last stage gets the one that comes after all others.
+  // Refills the previous stage's slot with the next stage that is not in the ring yet.
   __device__ __forceinline__ void feed(bool redoing) { feed(stage.before(args.stages), redoing); }
   __device__ __forceinline__ void feed(const PipelineState& last, bool redoing) {
     ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
     feeder.feed(last.slot, redoing);
   }
 
-  // What of feed() and of the next stage's loads is done among a stage's products: what is plain
-  // and need not wait. The same in all lanes. Asked among products, which hide the 40 cycles of a
-  // barrier's answer.
+  // Which of feed() and the next stage's loads can be done early, between a stage's products:
+  // whole stages whose barrier is already complete. Uniform across lanes. Tested between products,
+  // which hide the 40 cycles of latency of a barrier's test.
   struct Early {
     bool feeds;
     bool loads;
-    PipelineState last;  // what is fed
+    PipelineState last;  // the slot to refill
   };
   __device__ __forceinline__ bool may_feed(const PipelineState& last) const {
     const uint32_t empty = ptx::shared_address(&shared.ring.empty[last.slot]);
@@ -295,7 +296,7 @@ struct MmaRing {
     return __all_sync(0xFFFFFFFF, ptx::mbarrier_is_complete(full, next.phase) && more);
   }
 
-  // All of a tile that is done again, for the largest values of its rows.
+  // Passes over all of a recomputed tile to find the largest values of its rows.
   __device__ __forceinline__ void look(const MmaPlace& place, int k_tiles) {
 #pragma unroll 1
     for (int i = 0; i < k_tiles; ++i) {
@@ -307,9 +308,9 @@ struct MmaRing {
     }
   }
 
-  // sum += the products of a stage, whose first operands are loaded; and the first of the next one,
-  // if there is `more`. Where operands are read early there is no branch, at which ptxas would wait
-  // for all products under way: what cannot be done without one is left to multiply_tile().
+  // sum += the products of a stage, whose first operands are loaded already; also loads the next
+  // stage's first operands, if there is `more`. With kReadsEarly there is no branch, at which ptxas
+  // would wait for all products in flight: what needs one is left to multiply_tile().
   __device__ __forceinline__ Early multiply_stage(float (&sum)[64], const MmaPlace& place,
                                                   bool more, bool redoing) {
     Early early{/*feeds=*/true, /*loads=*/more, stage.before(args.stages)};
@@ -331,11 +332,11 @@ struct MmaRing {
           promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
         }
       };
-      // Registers for the second half's accumulators beside these are too many for sm_80.
+      // sm_80 has too few registers for the second half's accumulators in addition to these.
       if (half == 0 && !kReadsEarly) promote_all();
       if (half == 0) {
         if constexpr (kReadsEarly) early.loads = may_load(stage, more);
-        // The slot is read before its products are made, so that others may fill it early.
+        // Reads all of the slot before its products, so that it can be refilled early.
         load_x(place.x, 1, true);
         release();
         stage.advance(args.stages);
@@ -355,15 +356,15 @@ struct MmaRing {
     return early;
   }
 
-  // The sums of a tile, of so many stages, the first one's operands being loaded.
+  // The sums of a tile of k_tiles stages; the first stage's operands are loaded already.
   __device__ __forceinline__ void multiply_tile(float (&sum)[64], const MmaPlace& place,
                                                 uint32_t k_tiles, bool redoing) {
     constexpr uint32_t kChunkTiles = kLinearChunkK / kMmaTileK;
 #pragma unroll
     for (float& one : sum) one = 0;
-    uint32_t left = min(k_tiles, kChunkTiles);  // of those that are summed up in one fp32
+    uint32_t left = min(k_tiles, kChunkTiles);  // stages left to sum in one fp32
     uint32_t others = k_tiles - left;
-    // A stage that needs nothing else ends with this loop's only branch back.
+    // The usual stage takes the `continue`, the loop's only backward branch.
 #pragma unroll 1
     for (;;) {
       --left;
@@ -392,14 +393,14 @@ struct MmaRing {
   }
 };
 
-// tile_epilogue(index, sum, imprecise, weights) for every tile of the block, as Hopper's `consume`
-// calls it; then tile_epilogue.repair().
+// Calls tile_epilogue(index, sum, imprecise, weights) for every tile of the block, as Hopper's
+// `consume` does, then tile_epilogue.repair().
 template <bool kNMajor, class X, class TileEpilogue>
 __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared& shared,
                                          TileEpilogue& tile_epilogue) {
   MmaRing<kNMajor, X> ring{args, shared};
   TileScheduler scheduler{args, shared.tiles};
-  int filled = 0;  // how often the ring: for the ordinary tiles, and for those done again
+  int filled = 0;  // how often the ring was filled: once per pass over the tiles
   while (scheduler.next(OfWarp{})) {
     if (filled == static_cast<int>(scheduler.redoing)) {
       ring.fill(scheduler.redoing);

@@ -1,8 +1,8 @@
-// The pre-pass of linear_split_sm90.cuh: rows of x to hi, lo and what is to be known of a row of a
-// plane, in the order of k in which that finds the weights in its registers: of N-major weights in
-// order; else, in each 32 of k,
+// The pre-pass of linear_split_sm90.cuh: splits rows of x into hi and lo and computes each row's
+// factors, per plane. k is stored in the order in which the main loop has the weight in its
+// registers: unchanged for N-major weights, else, in each 32 of k,
 //   position 16j + 8b + 2c + t holds k = 8c + 4j + 2b + t        c < 4; j, b, t < 2
-// One kernel for rows, and one for rows that are columns in memory. Both give the same bits.
+// One kernel for rows, and one for rows that are columns in memory. Both produce the same bits.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -43,10 +43,10 @@ __device__ __forceinline__ float squares_of(const float4& v) {
   return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
 }
 
-// What the search for a row's scale finds.
+// The result of the search for a row's scale.
 struct RowSearch {
   float largest;
-  float squares;  // their sum
+  float squares;  // sum of squares
 
   __device__ __forceinline__ void add(const Octet& octet) {
 #pragma unroll
@@ -60,9 +60,9 @@ struct RowSearch {
     squares += other.squares;
   }
 
-  // Beside what a row of the weight may ask for, a quarter of the most: its norm is at most 2^10
-  // sqrt(k) where its first columns' largest is the largest of all. Squares that overflow ask for
-  // the most, as do those of small values, which may be lost.
+  // least_sum: a part for the row's norm, plus a quarter of the most for the weight's row, whose
+  // norm is at most 2^10 sqrt(k) if the largest of its first columns is the largest of all. It is
+  // the most if the squares overflow, or if values are so small that squares underflow.
   __device__ __forceinline__ SplitRowFactors factors(const Scale& scale, float most) const {
     constexpr float kPartOfNorm = 0.125f;
     constexpr float kLeastSquared = 0x1p-45f;
@@ -72,7 +72,7 @@ struct RowSearch {
   }
 };
 
-// Word q of lane c in each quad of lanes goes to lane q as word c.
+// In each quad of lanes, word q of lane c goes to lane q as word c.
 __device__ __forceinline__ void transpose_quads(uint32_t (&word)[4]) {
   const auto exchange = [&](int low, int high, bool upper, int distance) {
     const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, upper ? word[low] : word[high], distance);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void transpose_quads(uint32_t (&word)[4]) {
   exchange(1, 3, second_pair, 2);
 }
 
-// Where a row of a plane goes.
+// The destination of a plane's row.
 template <class X>
 struct SplitRow {
   __half* hi;
@@ -119,7 +119,7 @@ __device__ __forceinline__ const X* row_of(const SplitArgs& args, const Plane& a
   return static_cast<const X*>(args.x) + offset_of(at, args.x_plane) + r * args.x_stride_m;
 }
 
-// All threads of a warp come here, since they exchange words.
+// All lanes of a warp must call this, since they exchange words.
 template <class X>
 __device__ __forceinline__ void store_octet(const SplitArgs& args, const SplitRow<X>& to,
                                             const Scale& scale, const Octet& octet, int k,
@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_octet(const SplitArgs& args, const SplitRo
   if (writes && k < args.padded_k) to.store(k, hi_word, lo_word);
 }
 
-// A cluster of blocks = a row of x.
+// One cluster per row of x.
 template <class X>
 __device__ __forceinline__ void split_long_rows(const SplitArgs& args) {
   __shared__ RowSearch of_warp[kSplitThreads / 32];
@@ -204,12 +204,12 @@ __device__ __forceinline__ void split_long_rows(const SplitArgs& args) {
   }
   for (int base = first + kSplitKept * step; base < args.padded_k; base += step) {
     const int k = base + thread_k;
-    store_octet(args, to, scale, load_octet(args, row, k, columns), k);  // from the cache
+    store_octet(args, to, scale, load_octet(args, row, k, columns), k);  // from L2
   }
 }
 
-// A row = `args.lanes` threads of a warp, which keep all of it. With a block each, the start of
-// blocks takes longer than the bytes of such rows (NOTES.md has the figures).
+// `args.lanes` threads of a warp per row, which keep all of it in registers. With a block per row,
+// starting blocks would take longer than moving such short rows (figures in NOTES.md).
 template <class X>
 __device__ __forceinline__ void split_short_rows(const SplitArgs& args) {
   ptx::launch_dependents();
@@ -255,27 +255,27 @@ __device__ __forceinline__ void split_rows(const SplitArgs& args) {
   }
 }
 
-// Of a tile of k by columns, as the blocks of split_columns hold it in shared memory.
+// A tile [k][column] in the shared memory of split_columns.
 struct SplitTile {
   float value[kSplitDepth][kSplitStrip];
 
-  // Element i of the eight that go to positions 8q...8q + 7: their k.
+  // The k of element i of the eight that go to positions 8q...8q + 7.
   static __device__ __forceinline__ int k_at(bool natural, int q, int i) {
     const int in_chunks = q / 4 * 32 + i / 2 * 8 + q / 2 % 2 * 4 + q % 2 * 2 + i % 2;
     return natural ? 8 * q + i : in_chunks;
   }
-  // The q whose element k is.
+  // The q of the octet that k belongs to.
   static __device__ __forceinline__ int octet_of(bool natural, int k) {
     return natural ? k / 8 : k / 32 * 4 + k / 2 % 4;
   }
-  // Shifted by q, such that four columns by eight q lie in 32 banks.
+  // Swizzled by q, so that four columns by eight q are in 32 different banks.
   __device__ __forceinline__ float& at(int k, int column, int q) {
     return value[k][column ^ q * 4];
   }
 };
 static_assert(kSplitDepth == 64 && kSplitStrip == 32);
 
-// A cluster of blocks = a strip of columns, which are the rows of x; a block has a part of k.
+// One cluster per strip of columns, which are rows of x; each of its blocks has a part of k.
 template <class X>
 __device__ __forceinline__ void split_columns(const SplitArgs& args) {
   constexpr int kWarps = kSplitThreads / 32;
@@ -299,7 +299,7 @@ __device__ __forceinline__ void split_columns(const SplitArgs& args) {
   const int tiles_of_block = (tiles + cluster - 1) / cluster;
   const int begin = min(rank * tiles_of_block, tiles) * kSplitDepth;
   const int end = min((rank + 1) * tiles_of_block, tiles) * kSplitDepth;
-  // Columns beyond the last have no elements at all.
+  // Columns beyond the last have no elements.
   const int columns = first_row + lane < args.rows ? k_of(args.planes, at) : 0;
   const X* x = static_cast<const X*>(args.x) + offset_of(at, args.x_plane) +
                (first_row + lane) * args.x_stride_m;
@@ -342,14 +342,14 @@ __device__ __forceinline__ void split_columns(const SplitArgs& args) {
   }
   if (args.split == nullptr) return;
 
-  // Eight lanes write the 128 bytes of a row, four rows a warp.
+  // Eight lanes write the 128 bytes of a row, four rows per warp.
   const int column = warp * 4 + lane / 8;
   const int q = lane % 8;
   const float scale = __shfl_sync(0xFFFFFFFF, of_lane.scale, column);
   const auto to = SplitRow<X>::of(args, plane, first_row + column);
   if (begin < end) load(begin);
   for (int k0 = begin; k0 < end; k0 += kSplitDepth) {
-    __syncthreads();  // the last tile has been read
+    __syncthreads();  // the previous tile has been read
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int k = warp + i * kWarps;

@@ -1,5 +1,5 @@
-// Of the split product: from a sum to what is stored, in the product's kernels and in the one that
-// adds chunks of k up.
+// The split product: from a sum to a stored result, for the product's kernels and for the one that
+// adds up chunks of k.
 #pragma once
 
 #include <utility>
@@ -33,7 +33,7 @@ struct Inputs<std::index_sequence<kOperand...>, In...> {
 
   float value[1 + kOperands];  // z first
 
-  // place(i): where the plane of LinearResult::place[i] begins.
+  // place(i): the address of the plane of LinearResult::place[i].
   template <class PlaceOf>
   __device__ __forceinline__ void load(const LinearResult& result, const PlaceOf& place, int64_t m,
                                        int64_t n) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store(const LinearResult& result, const Values& 
       result_of<Epilogue, kScalars, Out>(result, in);
 }
 
-// One element a thread. Chunks are added up in an order that only their number decides.
+// One element per thread. The order in which chunks are added depends on their number only.
 template <class Epilogue, int kScalars, class Out, class... In>
 __device__ __forceinline__ void sum_chunks(const LinearSumArgs& args) {
   ptx::wait_for_prerequisites();

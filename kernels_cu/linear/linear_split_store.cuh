@@ -1,4 +1,4 @@
-// Of the split product: from a tile's sums to memory.
+// The split product: from a tile's sums through the epilogue to global memory.
 #pragma once
 
 #include <type_traits>
@@ -16,13 +16,14 @@ struct Store {
   using Values = Inputs<Operands, In...>;
   using Vectors = PackedVectors<Operands, kLinearVector, In...>;
   static constexpr int kOperands = sizeof...(In);
-  // The host chooses where partial sums go: they can always be stored in pairs.
+  // The host allocates partial sums so that they can always be stored in pairs.
   static constexpr bool kIsPartial = std::is_same_v<Epilogue, Partial>;
-  // kDirect: stored from the accumulators' layout, in whole sectors: partial sums, and what has
-  // neither operands nor scalars, such as a product alone, which backward passes need over few k.
-  // kMostWords: registers that one vector of each operand may take; kWordsAhead: that those on
-  // their way may, where the main loop has them to spare. What would spill is compiled again with
-  // fewer (fx_fuser/native/jobs.py).
+  // kDirect: results are stored directly from the accumulators' layout, in whole sectors. For
+  // partial sums, and for epilogues with neither operands nor scalars, such as the plain products
+  // over a short k of backward passes.
+  // kMostWords: most registers for one vector of each operand. kWordsAhead: most registers for
+  // vectors in flight, as far as the main loop can spare them. A kernel that spills is compiled
+  // again with fewer (fx_fuser/native/jobs.py).
 #ifdef FX_FUSER_FEW_REGISTERS
   static constexpr bool kDirect = kIsPartial;
   static constexpr int kMostWords = 8;
@@ -34,13 +35,13 @@ struct Store {
 #endif
   static constexpr int kPlaces = LinearResult::kFirstOperand + kOperands;
   static constexpr int kBatches = kTileM / kBatchM;
-  static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
+  static constexpr int kElements = kBatchM * kWarpN / 32;  // per lane and batch
   static constexpr int kUnits = kElements / kLinearVector;
   static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
   static constexpr int kAhead =
       kWords > kMostWords || kWords > kWordsAhead ? 1 : kWordsAhead / (kWords < 4 ? 4 : kWords);
-  // Four at once, but beside an operand not by mma.sync with few registers: ptxas has none left for
-  // sm_100a (NVRTC 13.2).
+  // Four at once. Not with an operand and few registers by mma.sync: it spills for sm_100a (NVRTC
+  // 13.2).
   static constexpr bool kHasFour = kOperands == 0 || (kOperands == 1 && kWordsAhead >= 8);
   static constexpr int kElementsAhead = kHasFour ? 4 : kOperands < 8 ? 2 : 1;
   static_assert(kUnits * kLinearVector == kElements && kBatches * kElements == 64);
@@ -49,14 +50,14 @@ struct Store {
   const LinearSplitArgs& args;
   Shared& shared;
 
-  // What follows from the thread's index: found anew by each function, since the main loop has no
-  // register to keep it.
+  // Derived from the thread's index: recomputed by each function, since the main loop has no
+  // registers to keep it.
   struct Self {
     int lane;
     int n;  // the warp's first row of the weight, in the tile
     Exchange& exchange;
 
-    // Where in the tile is sum[element]?
+    // The row of x, and of the weight, of sum[element] in the tile.
     __device__ __forceinline__ int m_of(int element) const {
       return element / 4 * 8 + lane % 4 * 2 + element % 2;
     }
@@ -69,11 +70,11 @@ struct Store {
     return {thread % 32, thread / 32 * kWarpN, shared.exchange[thread / 32]};
   }
 
-  // The result's row and column of x's row m and the weight's row n.
+  // The result's row and column for x's row m and the weight's row n.
   __device__ __forceinline__ int row_of(int m, int n) const { return args.transposed ? n : m; }
   __device__ __forceinline__ int column_of(int m, int n) const { return args.transposed ? m : n; }
 
-  // The warp's lanes find a place each, for all.
+  // Each lane computes one place, for the whole warp.
   __device__ __forceinline__ void find_places(const Self& me, const Plane& plane) const {
     const int i = min(me.lane, kPlaces - 1);
     me.exchange.place[i] = start_of(args.result.place[i], plane);
@@ -90,7 +91,7 @@ struct Store {
         args.result, in, [&](int i) { return me.exchange.place[i]; }, row, column);
   }
 
-  // A tile's results. Returns NaN where a z is not finite, else zero.
+  // Stores a tile's results. Returns NaN if a z is not finite, else zero.
   __device__ __forceinline__ float store_tile(const Self& me, const Tile& tile,
                                               const float (&sum)[64]) const {
     if constexpr (kDirect) {
@@ -115,7 +116,7 @@ struct Store {
     return me.exchange.bias[column_of(me.m_of(element), me.n_of(element) - me.n)];
   }
 
-  // Rows of x that have a z that is not finite, a bit each; the same in all lanes of one lane % 4.
+  // A bit per row of x with a z that is not finite; the same in all lanes with the same lane % 4.
   __device__ __forceinline__ uint32_t broken_rows(const Self& me, const Tile& tile,
                                                   const float (&sum)[64]) const {
     uint32_t rows = 0;
@@ -138,9 +139,9 @@ struct Store {
     Out value[2];
   };
 
-  // Without branches an element, each of which would wait for the one before: all is computed, what
-  // lies inside is stored. kRows: n are adjacent; kPairs: m are, and two can be stored at once;
-  // kAny is for all else, with z.
+  // No branch per element, each of which would wait for the previous one: everything is computed,
+  // and stores are predicated. kRows: n are adjacent; kPairs: m are adjacent, and two can be stored
+  // at once; kAny: everything else, and z.
   template <Stores kStores>
   __device__ __forceinline__ float store_as_it_lies(const Self& me, const Tile& tile,
                                                     const float (&sum)[64]) const {
@@ -212,7 +213,7 @@ struct Store {
     return probe;
   }
 
-  // z of a batch to shared memory, in rows of the result.
+  // Writes a batch's z to shared memory, in rows of the result.
   template <bool kTransposed>
   __device__ __forceinline__ void give_batch(const Self& me, int batch, const float (&sum)[64],
                                              const float (&bias_of_n)[2]) const {
@@ -252,8 +253,8 @@ struct Store {
     __syncwarp();
   }
 
-  // A lane's vectors, kUnits in a batch. In a batch they lie in rows of the result that are 8 of x,
-  // or 4 of the weight, apart; the next batch is 32 rows of x further.
+  // Positions of a lane's vectors, kUnits per batch. Within a batch they are in rows of the result
+  // that are 8 rows of x, or 4 of the weight, apart; the next batch is 32 rows of x further.
   struct TilePlace {
     int row;
     int column;
@@ -265,8 +266,8 @@ struct Store {
     __device__ __forceinline__ int column_of(int u) const {
       return column + (transposed ? u / kUnits * kBatchM : 0);
     }
-    // Found anew for each vector where there are many operands: there are no registers to keep the
-    // parts of so many addresses.
+    // With several operands, recomputed for each vector: there are no registers to keep the parts
+    // of so many addresses.
     __device__ __forceinline__ char* address(void* place, int u, int64_t row_stride,
                                              int64_t column_stride, int size) const {
       int64_t r = row_of(u);
@@ -279,7 +280,7 @@ struct Store {
     }
   };
 
-  // Batch by batch through shared memory, so that a lane has four elements of a row together.
+  // Batch by batch through shared memory, so that a lane has four adjacent elements of a row.
   template <size_t... kOperand>
   __device__ __forceinline__ float store_vectors(const Self& me, const Tile& tile,
                                                  const float (&sum)[64],
@@ -288,7 +289,7 @@ struct Store {
     static_assert(kTransposedPitch == 2 * kExchangePitch);
     const int lane = me.lane;
     Exchange& exchange = me.exchange;
-    // Nothing that follows from it is to be kept through the main loop.
+    // Opaque, so that nothing derived from it is kept in registers through the main loop.
     const bool transposed = ptx::opaque(args.transposed);
     const int m = transposed ? lane % 8 * kLinearVector : lane / 8 + lane / 4 % 2 * 4;
     const int n = transposed ? lane / 8 : lane % 4 * kLinearVector;
@@ -369,8 +370,8 @@ struct Store {
     }
   }
 
-  // The same element by element, where rows are not aligned: a lane's column stays the same. Of its
-  // 16 elements each is of two rows of x and all 16 n, or of one n and 32 rows of x.
+  // The same element by element, for unaligned rows. A lane stays in its column; in each of its 16
+  // steps the warp stores two rows of x by all 16 n, or one n by 32 rows of x.
   __device__ __forceinline__ float store_elements(const Self& me, const Tile& tile,
                                                   const float (&sum)[64]) const {
     const int lane = me.lane;

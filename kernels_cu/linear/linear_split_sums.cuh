@@ -1,5 +1,5 @@
-// Of the split product: the weight's part of a product, split in registers, and what a warp asks of
-// its sums. Of every architecture.
+// The split product, on every architecture: loads and splits the weight in registers, and checks a
+// warp's sums for overflow and imprecision.
 #pragma once
 
 #include "linear/linear_split_tiles.cuh"
@@ -8,19 +8,21 @@ namespace fx_fuser::linear_split {
 
 // ---- the weight, from shared memory to the tensor core's operand --------------------------------
 
-// In shared memory kDepth of k lie as boxes of 32, [k][n][k], or [n][k][n] of an N-major weight.
-// Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+// In shared memory kDepth of k are stored as boxes of 32: [k][n][k], or [n][k][n] for an N-major
+// weight. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r is stored at chunk
+// c ^ (r % 8).
 //
 // A thread's part of a stage: rows g and g + 8 of 16, chunks 2c and 2c + 1 of each 32 of k. Chunk
-// 2c + j of box b is its part of the product over k positions 32b + 16j...32b + 16j + 15. Of an
-// N-major weight, what the product asks for in order: k 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16.
+// 2c + j of box b is its fragment for k positions 32b + 16j...32b + 16j + 15: k is permuted, and x
+// with it. For an N-major weight k is in the instruction's order: 2c, 2c + 1, 2c + 8 and 2c + 9 of
+// each 16.
 template <bool kNMajor, int kDepth>
 struct RawWeight {
   static constexpr int kBoxBytes = kTileN * kLinearBox * 4;  // of [n][k]
 
   float4 chunk[kDepth / 16][2 /*row*/];
 
-  // Where a thread's loads begin in a slot; `row` is that of g in the tile.
+  // Where a thread's loads begin in a slot; `row` is row g in the tile.
   static __device__ __forceinline__ uint32_t place_of(int row, int g, int c) {
     if constexpr (kNMajor) {
       const int column = row % kLinearBox;
@@ -31,19 +33,19 @@ struct RawWeight {
     }
   }
 
-  // From a place to that of the row 16 further on, of a row below 16 in its 32.
+  // The place of the row 16 further on, for a row in the first half of its 32.
   static __device__ __forceinline__ uint32_t next_rows(uint32_t place) {
     return kNMajor ? place ^ 16 * 4 : place + 16 * kLinearBox * 4;
   }
 
-  // Free of bank conflicts: the eight lanes of one phase have eight different swizzled chunks; of a
-  // N-major weight the 32 lanes have the words of eight.
+  // Free of bank conflicts: the eight lanes of one phase have eight different swizzled chunks; for
+  // an N-major weight the 32 lanes have the words of eight chunks.
   __device__ __forceinline__ void load(uint32_t address) {
     load_by(
         address, [](float4& chunk, uint32_t from) { chunk = ptx::load_shared(from); },
         [](float& word, uint32_t from) { word = ptx::load_shared_word(from); });
   }
-  // The same where `reads`, by no branch.
+  // The same if `reads`; predicated, no branch.
   __device__ __forceinline__ void load_if(bool reads, uint32_t address) {
     const auto load = [=](auto& value, uint32_t from) { ptx::load_shared_if(reads, value, from); };
     load_by(address, load, load);
@@ -57,7 +59,7 @@ struct RawWeight {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         if constexpr (kNMajor) {
-          // Row g + 8 is two chunks on, and an odd k swizzles to the neighbour.
+          // Row g + 8 is two chunks on, and an odd k is swizzled to the neighbouring chunk.
           const auto load = [&](float& word, int k) {
             load_word(word, (address ^ row << 5 ^ (k & 1) << 4) + (step * 16 + k) * kLinearBox * 4);
           };
@@ -75,7 +77,7 @@ struct RawWeight {
     }
   }
 
-  // What this lane has of one of the two rows.
+  // The largest of this lane's values of one of the two rows.
   __device__ __forceinline__ float largest_in_row(int row) const {
     float largest = largest_of(chunk[0][row]);
 #pragma unroll
@@ -86,7 +88,7 @@ struct RawWeight {
   }
 };
 
-// Of a row: the quad's lanes have a part each.
+// The largest of a row, of which each lane of the quad has a part.
 __device__ __forceinline__ float largest_in_quad(float largest) {
   largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
   return fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
@@ -125,9 +127,9 @@ struct Fragments {
 
 // ---- a warp's sums ------------------------------------------------------------------------------
 
-// Sums of more than kLinearChunk of k are sums of such sums, each begun at zero: adding a thousand
-// terms to one fp32 would cost more than cuBLAS's own error. What is done waits in memory, as
-// [block][16][thread] float4.
+// Sums over more than kLinearChunkK of k are sums of partial sums, each begun at zero: adding a
+// thousand terms to one fp32 would have a larger error than cuBLAS's. The sum of finished parts is
+// kept in global memory, as [block][16][thread] float4.
 constexpr int kChunkTiles = kLinearChunkK / kTileK;
 
 __device__ __forceinline__ float4* spilled_sums(const LinearSplitArgs& args) {
@@ -162,16 +164,16 @@ __device__ __forceinline__ void restore_sums(const LinearSplitArgs& args, float 
   }
 }
 
-// The rows of x all of whose sums in this warp are small, but not all zero: bit 2i + t of a lane is
-// row 8i + 2 (lane % 4) + t. The sums are still scaled, so that of each element at most 2^-25 is
-// lost, and of a sum 2^-25.8 times the Euclidean norms of both rows, if errors are random: whatever
-// the data, `least` = kLeastSum sqrt(k) is where that can reach 3e-7 of 16 sums. The pre-pass knows
-// x's norm, and tile_epilogue.least_sum may be less. How far data of what kind is above it:
-// linear/NOTES.md.
+// The rows of x whose sums in this warp are all small, but not all zero: bit 2i + t of a lane is
+// row 8i + 2 (lane % 4) + t. The sums are still scaled, so each element has an error of at most
+// 2^-25, and a sum one of 2^-25.8 times the Euclidean norms of both rows, if errors are random. For
+// any data, `least` = kLeastSum sqrt(k) is where that error can reach 3e-7 of 16 sums. The pre-pass
+// knows x's norm, so tile_epilogue.least_sum may be less. linear/NOTES.md says how far above it
+// kinds of data are.
 template <class TileEpilogue>
 __device__ __forceinline__ uint32_t imprecise_rows(const float (&sum)[64], float least,
                                                    const TileEpilogue& tile_epilogue) {
-  float smallest = INFINITY;  // of the larger ones of a thread's two sums of a row
+  float smallest = INFINITY;  // over rows, of the larger of a thread's two sums
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
 #pragma unroll
@@ -201,10 +203,10 @@ __device__ __forceinline__ uint32_t imprecise_rows(const float (&sum)[64], float
   return any & ~large;
 }
 
-// The same of the rows of the weight, of four sums that are not zero and more, which a quad has:
-// bit 4 g + r is row g + 8 r of the warp's 16. The same in all lanes.
+// The same for the rows of the weight, if the quad that has a row's sums has at least four that are
+// not zero: bit 4 g + r is row g + 8 r of the warp's 16. The same in all lanes.
 __device__ __forceinline__ uint32_t imprecise_weights(const float (&sum)[64], float least) {
-  // One sum that is large enough clears a row, and a lane's first ones are, for most data.
+  // One sum that is large enough clears a row. For most data a lane's first ones are.
   const float first =
       fminf(fmaxf(fabsf(sum[0]), fabsf(sum[1])), fmaxf(fabsf(sum[2]), fabsf(sum[3])));
   if (__all_sync(0xFFFFFFFF, first >= least)) return 0;
@@ -220,7 +222,7 @@ __device__ __forceinline__ uint32_t imprecise_weights(const float (&sum)[64], fl
     rows |= (__ballot_sync(0xFFFFFFFF, is_imprecise) & kFirstOfQuads) << r;
   }
   if (rows == 0) return 0;
-  // One sum or two may be small by chance: where most of x is zeros, as gradients can be.
+  // If most of x is zero, as gradients may be, a few nonzero sums may all be small by chance.
   constexpr int kLeastSums = 4;
   uint32_t supported = 0;
 #pragma unroll
@@ -235,8 +237,8 @@ __device__ __forceinline__ uint32_t imprecise_weights(const float (&sum)[64], fl
   return rows & supported;
 }
 
-// A scale too large makes an infinity of a weight, and no sum of its row is then finite. Is there
-// such a row in this warp? A lane's first sums say that there is none, for most data.
+// A scale that is too large makes a weight infinite, and then no sum of its row is finite. True if
+// this warp has such a row. For most data a lane's first sums rule it out.
 __device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
   if (__all_sync(0xFFFFFFFF, isfinite(sum[0]) && isfinite(sum[2]))) return false;
   float least[2] = {INFINITY, INFINITY};
@@ -245,8 +247,9 @@ __device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
   return __any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY);
 }
 
-// Of a thread's two rows of the weight, from their largest values, or what is known of those: where
-// a tile is done `again`, or a kernel ahead of this one has found them, it is the truth.
+// The scales of a thread's two rows of the weight, from their largest values. Those are exact if
+// the tile is recomputed (`redoing`) or an earlier kernel has computed them; else they are guesses,
+// and the scales get head-room.
 __device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool redoing,
                                             const float (&largest)[2], float (&scale)[2],
                                             float (&unscale)[2]) {

@@ -1,4 +1,4 @@
-// Of the split product: what a block's warps share beside the ring, and which tile is whose.
+// The split product: what a block's warps share in addition to the ring, and the tile scheduler.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -10,49 +10,49 @@ namespace fx_fuser::linear_split {
 constexpr int kTileM = kLinearTileM;
 constexpr int kTileN = kLinearTileN;
 constexpr int kTileK = kLinearTileK;
-constexpr int kWarpN = 16;                  // rows of the weight whose sums a warp holds
-constexpr int kHeadRoom = 5;                // of a guessed scale: see Scale::of
-constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
-constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
-constexpr int kTransposedPitch = kBatchM + 8;  // the same of its pairs
-constexpr int kMostRedone = 8;                 // one tile of so many is worth exact scales
+constexpr int kWarpN = 16;                     // rows of the weight whose sums a warp holds
+constexpr int kHeadRoom = 5;                   // of a guessed scale: see Scale::of
+constexpr int kBatchM = 32;                    // rows of x that the epilogue handles at once
+constexpr int kExchangePitch = kWarpN + 4;     // free of bank conflicts in the accumulators' layout
+constexpr int kTransposedPitch = kBatchM + 8;  // the same for pairs
+constexpr int kMostRedone = 8;  // if more than one tile in this many is redone, exact scales pay
 
 // ---- shared memory ------------------------------------------------------------------------------
 
-// Of any tile of a warp: has it results to be computed plainly? kImprecise: for what the split
-// loses.
+// Whether any tile of a warp has results to repair in plain fp32. kUnsure: z is not finite.
+// kImprecise: the split's error may be too large.
 enum Precision : int { kSure, kUnsure, kImprecise };
 
-// Of a consumer's warp, for the epilogue.
+// Shared memory of one consumer warp, for the epilogue.
 struct Exchange {
   union {
     float z[kBatchM][kExchangePitch];              // [m][n]
     float transposed_z[kWarpN][kTransposedPitch];  // [n][m]
   };
   alignas(16) SplitRowFactors x_factors[kTileM];
-  float bias[kTileM];  // of the rows of x where the result is stored transposed, else of kWarpN
-  // Where the tile's plane begins, in the order of LinearResult::place.
+  float bias[kTileM];  // for the rows of x if the result is stored transposed, else for kWarpN
+  // The addresses of the tile's plane, in the order of LinearResult::place.
   void* place[LinearResult::kFirstOperand + kMaxInputs];
 };
 
-// Of a block, beside its ring of stages.
+// A block's shared memory in addition to its ring of stages.
 struct Shared {
   Exchange exchange[kLinearConsumerThreads / 32];
-  int64_t began;                 // the multiprocessor's clock at the kernel's start
-  uint64_t ordinary_tiles_done;  // the consumers are through with the ordinary tiles, and any_redo
-                                 // is final
-  uint32_t any_redo;             // of this block's tiles
+  int64_t began;                 // clock64() at the kernel's start
+  uint64_t ordinary_tiles_done;  // mbarrier: the consumers have finished the first pass over the
+                                 // tiles, and any_redo is final
+  uint32_t any_redo;             // whether any of this block's tiles must be recomputed
 };
 static_assert(sizeof(Shared) == kLinearTilesBytes);
 
-// A pair a slot of the ring.
+// A pair of mbarriers per slot of the ring.
 template <int kStages>
 struct Barriers {
   uint64_t full[kStages];
   uint64_t empty[kStages];
 };
 
-// Where in a ring a reader or writer is.
+// A reader's or writer's position in a ring.
 struct PipelineState {
   int slot = 0;
   uint32_t phase = 0;
@@ -76,7 +76,7 @@ struct PipelineState {
   }
 };
 
-// ---- which tile ---------------------------------------------------------------------------------
+// ---- tile scheduler -----------------------------------------------------------------------------
 
 struct Tile {
   int m;      // first row of x
@@ -85,8 +85,8 @@ struct Tile {
   Plane at;
 };
 
-// Plane by plane. In one: columns of kLinearGroupM tiles of x; in a group the weight is
-// read once.
+// Plane by plane. Within a plane, in groups of kLinearGroupM tiles of x, column by column: a group
+// reads the weight once.
 __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) {
   const uint32_t plane = divide(static_cast<uint32_t>(index), args.plane_tiles);
   const uint32_t in_plane = index - plane * args.plane_tiles.size;
@@ -100,7 +100,7 @@ __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) 
           static_cast<int>(plane), plane_at(args.planes, plane)};
 }
 
-// What all of a warp's lanes, or one thread alone, know to be the same.
+// Makes a value uniform across a warp's lanes, or for a single thread.
 struct OfWarp {
   __device__ __forceinline__ bool operator()(bool value) const {
     return __any_sync(0xFFFFFFFF, value) != 0;
@@ -110,15 +110,15 @@ struct OfThread {
   __device__ __forceinline__ bool operator()(bool value) const { return value; }
 };
 
-// A block's tiles, in the order in which all of its warps take them: every one, then once more
-// those where a consumer's warp saw that the scale of a row was guessed too large.
+// A block's tiles, in the same order for all of its warps: all of them, then again those in which a
+// consumer warp found that the scale guessed for a row was too large.
 struct TileScheduler {
   const LinearSplitArgs& args;
   Shared& shared;
   bool redoing = false;
   int index = static_cast<int>(blockIdx.x - gridDim.x);
 
-  // To the next tile; false where there is none. uniform: OfWarp or OfThread.
+  // Advances to the next tile; false if there is none. uniform: OfWarp or OfThread.
   template <class Uniform>
   __device__ __forceinline__ bool next(const Uniform& uniform) {
     for (;;) {
@@ -134,7 +134,7 @@ struct TileScheduler {
     }
   }
 
-  // A consumer's warp, of each ordinary tile.
+  // Called by each consumer warp for each tile of the first pass.
   __device__ __forceinline__ void report(bool failed) const {
     if (threadIdx.x % 32 != 0) return;
     reinterpret_cast<uint8_t*>(args.redo + index)[threadIdx.x / 32] = failed;
@@ -145,7 +145,7 @@ struct TileScheduler {
   }
 };
 
-// One thread of a block, after all tiles: were many of them done again?
+// Called by one thread of a block after all tiles: tells the host if many of them were recomputed.
 __device__ __forceinline__ void report_guesses(const LinearSplitArgs& args, const Shared& shared) {
   if (args.guesses_flag == nullptr || shared.any_redo == 0) return;
   int tiles = 0;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void report_guesses(const LinearSplitArgs& args, cons
     ++tiles;
     redone += args.redo[index] != 0;
   }
-  // The kernel takes as long as its slowest block.
+  // One block is enough to report: the kernel takes as long as its slowest block.
   if (redone * kMostRedone > tiles)
     *args.guesses_flag = static_cast<uint32_t>(redone * kMostRedone / tiles);
 }

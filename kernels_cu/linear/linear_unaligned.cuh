@@ -1,15 +1,15 @@
-// out[m, n] = epilogue(z, operands...), z = sum over k of a[m, k] b[n, k] + bias[n], of bf16 or
-// fp16 matrices, or batches of them, of any alignment: any pitch, pointers aligned to an
-// element, k or rows adjacent. By mma.sync, for sm_80 and later.
+// out[m, n] = epilogue(z, operands...), z = sum over k of a[m, k] b[n, k] + bias[n], for bf16 or
+// fp16 matrices, or batches of them, of any alignment: any pitch, pointers aligned to an element, k
+// or rows adjacent. By mma.sync, for sm_80 and later.
 //
-// TMA, cp.async and ldmatrix want multiples of 16 bytes, and cuBLAS has no fast kernel for anything
-// else. Here threads read the aligned vectors that a line lies in, shift them by funnel shifts and
-// store them as aligned chunks, one step of k ahead of the tensor cores; an operand whose lines are
-// aligned comes by cp.async. Results are staged in shared memory as far from a multiple of 16 bytes
-// as they are in memory (linear_unaligned_store.cuh).
+// TMA, cp.async and ldmatrix need multiples of 16 bytes, and cuBLAS has no fast kernel for anything
+// else. Here threads read the aligned vectors that contain a line, shift them by funnel shifts and
+// store them as aligned chunks, one step of k ahead of the tensor cores; an operand with aligned
+// lines is copied by cp.async. Results are staged in shared memory with the same offset from a
+// multiple of 16 bytes as in global memory (linear_unaligned_store.cuh).
 //
-// A block has one tile of one matrix; small matrices have blocks of two to four warps, many of
-// which a multiprocessor has at once.
+// A block computes one tile of one matrix; small matrices have blocks of two to four warps, many of
+// which are resident per multiprocessor.
 //
 //   FX_FUSER_LINEAR_UNALIGNED(/*shape*/ 4, /*step of k*/ 64, /*forms of a and b*/ 1, 3, Epilogue,
 //                             /*scalars*/ 1, /*Acc*/ float, /*Out*/ __half,
@@ -47,7 +47,7 @@ __device__ __forceinline__ Tile tile_at(const UnalignedArgs& args, int tile_m, i
   const uint32_t batch = divide(blockIdx.x, args.tiles);
   const uint32_t index = blockIdx.x - batch * args.tiles.size;
   const uint32_t outer = divide(batch, args.inner);
-  // Columns of kUnalignedGroupM tiles of rows.
+  // In groups of kUnalignedGroupM tiles of rows, column by column.
   const auto m_tiles = static_cast<uint32_t>(args.m_tiles);
   const uint32_t n_tiles = args.tiles.size / m_tiles;
   const uint32_t group = index / (kUnalignedGroupM * n_tiles);
@@ -58,8 +58,8 @@ __device__ __forceinline__ Tile tile_at(const UnalignedArgs& args, int tile_m, i
           static_cast<int>(inside / width) * tile_n};
 }
 
-// Where a lane's row of four 8 x 8 matrices begins in a part: of a, rows r and then r + 8 of k, the
-// same of k + 8; of b both halves of k of rows r, then of r + 8.
+// Where a lane's row of ldmatrix's four 8 x 8 matrices begins in a part. For a: rows r, rows r + 8,
+// then both at k + 8. For b: rows r at k and k + 8, then rows r + 8 at both.
 template <class P, bool kIsA>
 struct Fragments {
   uint32_t lane_at;
@@ -73,8 +73,8 @@ struct Fragments {
                          : P::place(k + lane % 8, row / kUnalignedChunk);
   }
 
-  // rows, k: further ones, multiples of 16. Parts are aligned so that what is added to the chunk
-  // carries nowhere.
+  // rows, k: offsets, multiples of 16. Parts are aligned, so that the XOR on the chunk is the same
+  // as an addition before the swizzle.
   __device__ __forceinline__ void load(uint32_t (&word)[4], uint32_t part, int rows, int k) const {
     if constexpr (P::kAlongK) {
       ptx::load_matrices(word, ((part + lane_at) ^ 2 * k) + rows * P::kLineBytes);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply(const UnalignedArgs& args, const Tile& 
       a.copy(step, stage_of(slot));
       b.copy(step, stage_of(slot) + S::PartA::kBytes);
     }
-    ptx::copy_async_commit();  // an empty group too: groups are counted
+    ptx::copy_async_commit();  // even if empty: groups are counted
   };
   const auto fetch = [&](int step) {
     if (step >= steps) return;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply(const UnalignedArgs& args, const Tile& 
     const int next = slot == kUnalignedStages - 1 ? 0 : slot + 1;
     const int last = slot == 0 ? kUnalignedStages - 1 : slot - 1;
     ptx::copy_async_wait_for_groups<1>();
-    __syncthreads();  // the step is there, and no warp reads the step before it
+    __syncthreads();  // the step has arrived, and no warp reads the previous one any more
     copy(step + 2, last);
     fetch(step + 1);
     const int left = args.k - step * S::kStepK;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void multiply(const UnalignedArgs& args, const Tile& 
     put(step + 1, next);
     slot = next;
   }
-  ptx::copy_async_wait();  // for empty groups
+  ptx::copy_async_wait();  // only empty groups are left
   __syncthreads();
 }
 
@@ -181,7 +181,7 @@ __device__ __forceinline__ void run(const UnalignedArgs& args) {
   tail.finish(sum);
 }
 
-// For epilogues with which the kernel spills otherwise: fx_fuser/native/jobs.py.
+// For epilogues with which the kernel would spill: see fx_fuser/native/jobs.py.
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr bool kFewRegisters = true;
 #else
@@ -190,7 +190,7 @@ constexpr bool kFewRegisters = false;
 
 constexpr int threads_of(int shape) { return kUnalignedShapes[shape].threads(); }
 
-// What waits in registers of two operands leaves room for fewer blocks.
+// Two unaligned operands are held in registers, which leaves room for fewer blocks.
 constexpr int blocks_of(int shape, int form_a, int form_b) {
   const int resident = kUnalignedShapes[shape].resident;
   const bool both_wait = !has_aligned_lines(form_a) && !has_aligned_lines(form_b);

@@ -1,7 +1,8 @@
-// Of the gemm of unaligned operands (linear_unaligned.cuh): from memory to shared
-// memory, where all chunks are aligned.
+// The gemm of unaligned operands (linear_unaligned.cuh): loads from global memory to aligned chunks
+// in shared memory.
 //
-// Where rows end, garbage is read: what it makes is stored nowhere. Where k ends, there are zeros.
+// Beyond the last row garbage is read: results from it are not stored. Beyond the last k there are
+// zeros.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -9,13 +10,13 @@
 
 namespace fx_fuser::unaligned {
 
-// What a thread reads at once, a run: of aligned lines a chunk, so that lanes side by side read
-// whole sectors; of others two, and the three aligned vectors that they lie in.
+// A run is what a thread reads at once: one chunk of aligned lines, so that neighbouring lanes read
+// whole sectors; of other lines two chunks, through the three aligned vectors that contain them.
 constexpr int kRunVectors = 3;
 constexpr int kRunWords = 4 * kRunVectors;
 
-// An operand's part of a stage: lines of chunks. kAlongK: lines are rows, and a line's elements are
-// adjacent k; else lines are k, and their elements adjacent rows.
+// An operand's part of a stage: lines of chunks. kAlongK: lines are rows, with adjacent k; else
+// lines are k, with adjacent rows.
 template <int kRows_, int kStepK_, bool kAlongK_, bool kIsAligned_, int kThreads>
 struct Part {
   static constexpr bool kIsAligned = kIsAligned_;
@@ -29,15 +30,15 @@ struct Part {
   static constexpr int kLineBytes = kChunks * 16;
   static constexpr int kBytes = kLines * kLineBytes;
   static constexpr int kRunsOfLine = kChunks / kRunChunks;
-  // A thread's runs are so many lines apart. Of many threads some have none.
+  // A thread's runs are kLinesAtOnce lines apart. If there are many threads, some have no run.
   static constexpr bool kHasIdle = kThreads > kLines* kRunsOfLine;
   static constexpr int kLinesAtOnce = kHasIdle ? kLines : kThreads / kRunsOfLine;
   static constexpr int kRuns = kLines / kLinesAtOnce;
   static_assert(kLines % kLinesAtOnce == 0 && kLinesAtOnce % 8 == 0);
   static_assert(kChunks == 4 || kChunks % 8 == 0);
 
-  // Eight lines' chunks of one column, as ldmatrix reads them, have all banks; it is the same every
-  // eight lines.
+  // Swizzle: one column's chunks of eight lines, as ldmatrix reads them, cover all banks. It
+  // repeats every eight lines.
   static __device__ __forceinline__ int turned(int line, int chunk) {
     return kChunks == 4 ? chunk ^ line / 2 % 4 : chunk ^ line % 8;
   }
@@ -46,7 +47,7 @@ struct Part {
   }
 };
 
-// The run whose first element is element `shift` of the words.
+// Shifts the words so that element `shift` becomes the first.
 __device__ __forceinline__ void shift_down(uint32_t (&word)[kRunWords], int shift) {
 #pragma unroll
   for (int i = 0; i < kRunWords - 2; ++i) word[i] = shift & 4 ? word[i + 2] : word[i];
@@ -58,7 +59,7 @@ __device__ __forceinline__ void shift_down(uint32_t (&word)[kRunWords], int shif
   }
 }
 
-// Zeros from element `count` on.
+// Clears the elements from `count` on.
 __device__ __forceinline__ void cut_off(uint32_t (&word)[kRunWords], int count) {
 #pragma unroll
   for (int i = 0; i < kUnalignedChunk; ++i) {
@@ -75,7 +76,8 @@ __device__ __forceinline__ void load_vector(uint32_t* to, const uint8_t* from) {
   to[3] = vector.w;
 }
 
-// An aligned vector, some element of which is ahead of `end`. Behind that nobody may read.
+// Loads an aligned vector, of which at least one element is ahead of `end`. Nothing behind `end` is
+// read.
 __device__ __forceinline__ void load_vector_until(uint32_t* to, const uint8_t* from,
                                                   const uint8_t* end) {
   if (from + 16 <= end) return load_vector(to, from);
@@ -92,25 +94,25 @@ __device__ __forceinline__ void load_vector_until(uint32_t* to, const uint8_t* f
   }
 }
 
-// Reads an operand's part of each stage. kIsAligned: all lines begin at multiples of 16 bytes, and
-// come by cp.async. Others wait in registers, from `fetch` to `put`. A line is as far from such a
-// multiple in all steps.
+// Loads an operand's part of each stage. kIsAligned: all lines begin at multiples of 16 bytes and
+// are copied by cp.async (`copy`). Others are held in registers from `fetch` to `put`. A line's
+// offset from a multiple of 16 bytes is the same in all steps.
 template <class P>
 struct Loader {
   static constexpr bool kIsAligned = P::kIsAligned;
   static constexpr int kRun = P::kRun;
 
-  const uint8_t* from;  // of the first run at k = 0
+  const uint8_t* from;  // the first run at k = 0
   const uint8_t* end;
   int64_t next_line;  // bytes from a run to the thread's next
   int64_t next_step;
-  int64_t furthest;  // bytes of the matrix up to which the tile reads at k = 0
+  int64_t furthest;  // end of what the tile reads at k = 0, in bytes from the matrix's beginning
   int64_t bytes;     // of the matrix and what follows, up to `end`
   int k;
   int line;      // of the first run
   int chunk;     // of all runs
-  int last_run;  // that exists, where lines are rows
-  int width;     // elements that exist of a run, where they are rows
+  int last_run;  // that exists, if lines are rows
+  int width;     // elements of a run that exist, if lines are k
   uint32_t word[kIsAligned ? 1 : P::kRuns][kRunWords];
 
   __device__ __forceinline__ Loader(const UnalignedOperand& operand, int64_t batch_offset,
@@ -133,7 +135,7 @@ struct Loader {
       next_step = 2 * P::kStepK;
       furthest = min(first_row + P::kRows, rows) * line_bytes - line_bytes + next_step + kSlack;
     } else {
-      // Runs that do not exist read what the first one does.
+      // Runs beyond the last row read the first run's elements.
       const int row = first_row + chunk * kUnalignedChunk;
       last_run = P::kRuns - 1;
       width = min(rows - row, kRun);
@@ -145,18 +147,18 @@ struct Loader {
   }
 
   __device__ __forceinline__ bool is_idle() const { return P::kHasIdle && line >= P::kLines; }
-  // k that exist of a step.
+  // How many k of a step exist.
   __device__ __forceinline__ int left(int step) const {
     return min(k - step * P::kStepK, P::kStepK);
   }
-  // Is all that is read of a step in the operand?
+  // Whether everything that a step reads is inside the operand.
   __device__ __forceinline__ bool is_inside(int step) const {
     return furthest + step * next_step <= bytes;
   }
   __device__ __forceinline__ const uint8_t* run_at(int step, int index) const {
     return from + step * next_step + min(index, last_run) * next_line;
   }
-  // Elements of a run with k that exist. left: k of the step.
+  // How many elements of a run have a k that exists. of_left: the step's k that exist.
   __device__ __forceinline__ int count(int index, int of_left) const {
     if constexpr (P::kAlongK) {
       return min(max(of_left - chunk * kUnalignedChunk, 0), kRun);

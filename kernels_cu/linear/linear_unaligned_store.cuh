@@ -1,8 +1,8 @@
-// Of the gemm of unaligned operands (linear_unaligned.cuh): from a warp's sums through
-// the epilogue and shared memory to memory.
+// The gemm of unaligned operands (linear_unaligned.cuh): from a warp's sums through the epilogue
+// and shared memory to global memory.
 //
-// A result's rows begin anywhere. In shared memory they begin as far from a multiple of 16 bytes as
-// in memory, so that aligned vectors there are aligned vectors here, and nothing is shifted.
+// A result's rows may begin anywhere. In shared memory they have the same offset from a multiple of
+// 16 bytes as in global memory, so that aligned vectors match and nothing has to be shifted.
 #pragma once
 
 #include <utility>
@@ -25,17 +25,17 @@ struct Tile {
 template <class S>
 using Sums = float[S::kInstructionsM][S::kInstructionsN][4];
 
-// Where a tile's elements of one result are staged, and what of it is copied out at once.
+// Staging of a tile's elements of one result in shared memory, and their copy to global memory.
 template <class S, class T>
 struct Staged {
   static constexpr int kPitch = S::kTileN * static_cast<int>(sizeof(T)) + 16;  // bytes
 
-  uint8_t* to;        // of the tile's first row, less `before`
-  int64_t row_bytes;  // in memory
+  uint8_t* to;        // the tile's first row, minus `before` bytes
+  int64_t row_bytes;  // in global memory
   int before;         // bytes from a multiple of 16 to the first row's first element
   int rows;           // of the tile that exist
   int columns;
-  bool is_flat;  // the rows follow each other without gaps, so all are one
+  bool is_flat;  // rows have no gaps between them, so all are copied as one
 
   __device__ __forceinline__ Staged(const UnalignedArgs& args, const UnalignedResult& result,
                                     const Tile& tile) {
@@ -49,18 +49,18 @@ struct Staged {
     is_flat = result.row_stride == columns;
   }
 
-  // From a multiple of 16 bytes to the row's first element.
+  // Bytes from a multiple of 16 to the row's first element.
   __device__ __forceinline__ int before_row(int row) const {
     return is_flat ? before : static_cast<int>((before + row * row_bytes) & 15);
   }
 
-  // Of a row's first element in shared memory.
+  // A row's first element in shared memory.
   __device__ __forceinline__ int place(int row) const {
     const int pitch = is_flat ? static_cast<int>(row_bytes) : kPitch;
     return row * pitch + before_row(row);
   }
 
-  // The vector `index` of the row `line`; of all rows if they are flat.
+  // Stores vector `index` of row `line`, or of all rows if they are flat.
   __device__ __forceinline__ void store_vector(const uint8_t* shared, int line, int index) const {
     const int begin = before_row(line);
     const int bytes = (is_flat ? rows * columns : columns) * static_cast<int>(sizeof(T));
@@ -83,7 +83,7 @@ struct Staged {
     }
   }
 
-  // All that is staged, by the whole block.
+  // The block stores everything that is staged.
   __device__ __forceinline__ void store(const uint8_t* shared) const {
     const int thread = static_cast<int>(ptx::thread_index());
     if (is_flat) {
@@ -98,7 +98,7 @@ struct Staged {
   }
 };
 
-// What a lane has of a row: pairs of columns, eight apart.
+// The first of a lane's elements: it has pairs of columns, eight apart.
 template <class S>
 struct Lane {
   int row;  // of the tile, of the first instruction
@@ -178,7 +178,7 @@ struct Tail<S, Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...>
     }
   }
 
-  // The stages are free.
+  // Applies the epilogue and stores the tile. The ring of stages must be free: it is reused.
   __device__ __forceinline__ void finish(Sums<S>& sum) const {
     if (args.bias != nullptr) add_bias(sum);
     if (args.c.data != nullptr) {

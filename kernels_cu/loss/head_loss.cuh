@@ -1,21 +1,22 @@
-// losses[i] = logsumexp(logits[i]) - logits[i][label], and the gradient of that by the logits,
-// softmax(logits[i]) - one_hot(label), times a scale.
+// Cross entropy of a head's logits: losses[i] = logsumexp(logits[i]) - logits[i][label], and its
+// gradient by the logits, softmax(logits[i]) - one_hot(label), times a scale.
 //
-// A block takes a row. It reads the row once, for its largest logit and the sum of exp(logit -
-// largest), each thread with a largest of its own that grows; and then again for the gradient: at
-// once, mostly from L2, in the logits' place, or where the logits stay in another launch, to which
-// the first leaves the two numbers. Every order is fixed by the row's length: results are the same
-// bit for bit from run to run.
+// One block per row. The first pass over the row finds the largest logit and the sum of exp(logit -
+// largest), with a running maximum per thread (online softmax). The second pass computes the
+// gradient: either at once, mostly from L2, in the logits' place (head_loss), or, if the logits are
+// kept, in another launch (head_loss_gradient) that reads the two numbers which the first
+// (head_loss_kept) left in `sums`. The order of all sums depends on the row's length only, so
+// results are bit for bit the same from run to run.
 //
-// Logits that stay lie as their Linear wrote them: rows of an odd length without padding begin
-// anywhere, and are read element by element, of which a warp's lie side by side.
+// Kept logits have the layout that their Linear wrote. Rows of an odd length without padding are
+// not aligned; they are read element by element, coalesced.
 //
-// By FX_FUSER_HEAD_LOSS_TAIL softmax takes values that are scaled or capped logits, and the loss
-// may be smoothed (`LogitTail`); what is above then holds for these. The others have no instruction
-// for it.
+// FX_FUSER_HEAD_LOSS_TAIL instantiates the kernels with scaled or capped logits and a smoothed loss
+// (`LogitTail`); the formulas above then hold for the scaled or capped values. The plain kernels
+// contain no instruction for it.
 //
-// Values are torch's: a NaN or +inf makes NaN of the row, and so do logits that are all -inf. Where
-// the label does not count, the loss is 0 and the gradient 0 times softmax, of such a row NaN.
+// NaN as in torch: a NaN or +inf makes the row NaN, and so do logits that are all -inf. If the
+// label is ignored, the loss is 0 and the gradient 0 times softmax, which is NaN for such a row.
 #pragma once
 
 #include "common/convert.cuh"
@@ -27,12 +28,12 @@ namespace fx_fuser {
 
 __device__ __forceinline__ float lowest() { return -INFINITY; }
 
-// Of some logits: the largest, and the sum of exp(logit - largest), 0 where all are -inf.
+// For a set of logits: the largest, and the sum of exp(logit - largest), 0 if all are -inf.
 struct ExpSum {
   float largest = lowest();
   float sum = 0.0f;
 
-  // What is subtracted from logits: not -inf, of which each difference would be NaN.
+  // What is subtracted from logits: never -inf, since -inf - (-inf) is NaN.
   static __device__ __forceinline__ float shift_of(float largest) {
     return largest == lowest() ? 0.0f : largest;
   }
@@ -58,7 +59,7 @@ struct ExpSum {
   }
 };
 
-// Softmax takes the logits themselves.
+// Softmax of the logits themselves.
 struct NoTail {
   static constexpr bool kIsPlain = true;
   __device__ __forceinline__ explicit NoTail(const LogitTail&) {}
@@ -75,7 +76,7 @@ struct WithTail {
     return given.after == 0.0f ? scaled : math::mul(given.after, math::tanh(scaled));
   }
 
-  // The value, which by the logit has this slope.
+  // The value, and its derivative by the logit.
   __device__ __forceinline__ float value(float logit, float& slope) const {
     const float scaled = math::mul(logit, given.before);
     slope = given.before;
@@ -86,7 +87,7 @@ struct WithTail {
   }
 };
 
-// The same in all threads of the block.
+// Merges over the block; all threads get the result.
 __device__ __forceinline__ ExpSum merge_block(ExpSum mine) {
   __shared__ ExpSum of_warp[kHeadLossThreads / 32];
 #pragma unroll
@@ -101,7 +102,7 @@ __device__ __forceinline__ ExpSum merge_block(ExpSum mine) {
   return whole;
 }
 
-// In all threads of the block.
+// Sums over the block; all threads get the result.
 __device__ __forceinline__ float sum_block(float mine) {
   __shared__ float of_warp[kHeadLossThreads / 32];
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ __forceinline__ float sum_block(float mine) {
   return whole;
 }
 
-// A row of logits. kIsPadded: may what lies behind its columns be read, up to a whole vector?
+// A row of logits. kIsPadded: memory behind its last column may be read, up to a whole vector.
 template <class T, int kWidth, bool kIsPadded, class Tail>
 struct LogitRow {
   static constexpr int kInFlight = kHeadLossInFlight * (16 / sizeof(T)) / kWidth;  // vectors
@@ -138,7 +139,7 @@ struct LogitRow {
     }
   }
 
-  // Of the row's values. total: becomes their sum, where there is a tail.
+  // The ExpSum of the row's values. With a tail, `total` becomes the sum of the values.
   __device__ __forceinline__ ExpSum exp_sum(float& total) const {
     ExpSum mine;
     total = 0.0f;
@@ -162,8 +163,8 @@ struct LogitRow {
     return merge_block(mine);
   }
 
-  // To `pitch` elements, which may be the row itself; behind the columns 0: scale times softmax,
-  // and at the label, -1 for none, hot more. flat: of hot, more at each column.
+  // Writes the gradient to `pitch` elements at `to`, which may be the row itself: scale * softmax,
+  // plus hot * flat in every column, plus hot at the label (-1: none). Zeros behind the columns.
   __device__ __forceinline__ void store_gradient(T* to, int pitch, const ExpSum& whole, float scale,
                                                  float hot, float flat, int label) const {
     const float weight = scale / whole.sum;
@@ -191,7 +192,7 @@ struct LogitRow {
   }
 };
 
-// The row's label, -1 where it does not count.
+// The row's label, -1 if it is ignored.
 __device__ __forceinline__ int label_of(const HeadLossArgs& args) {
   const int64_t given = args.labels[blockIdx.x];
   if (given == args.ignore_index) return -1;
@@ -203,13 +204,13 @@ template <class T, int kWidth, bool kIsPadded, class Tail>
 __device__ __forceinline__ ExpSum store_loss(const HeadLossArgs& args,
                                              const LogitRow<T, kWidth, kIsPadded, Tail>& row,
                                              int label) {
-  // Before the block's barrier, behind which threads may write gradients in the logits' place.
+  // Read before the block's barrier: after it, threads may overwrite the logits with gradients.
   const bool picks = threadIdx.x == 0 && label >= 0;
   const float picked = picks ? row.tail.value(convert<float>(row.logits[label])) : 0.0f;
   float total;
   const ExpSum whole = row.exp_sum(total);
   if (threadIdx.x == 0) {
-    // The difference first: of large logits it is exact.
+    // The difference first: it is exact for large logits.
     float behind = whole.largest - picked;
     if (!Tail::kIsPlain && args.tail.smoothing != 0.0f) {
       const float mean = total / static_cast<float>(args.columns);
@@ -220,7 +221,7 @@ __device__ __forceinline__ ExpSum store_loss(const HeadLossArgs& args,
   return whole;
 }
 
-// What each column's gradient has of the label's.
+// Label smoothing: each column's share of the label's gradient, relative to `hot_of`.
 template <class Tail>
 __device__ __forceinline__ float flat_of(const HeadLossArgs& args) {
   if (Tail::kIsPlain) return 0.0f;
@@ -228,7 +229,7 @@ __device__ __forceinline__ float flat_of(const HeadLossArgs& args) {
   return smoothing / ((1.0f - smoothing) * static_cast<float>(args.columns));
 }
 
-// The label's gradient beside softmax's.
+// The label's gradient without softmax's part.
 template <class Tail>
 __device__ __forceinline__ float hot_of(const HeadLossArgs& args, float of_loss) {
   return Tail::kIsPlain ? of_loss : of_loss * (1.0f - args.tail.smoothing);
@@ -273,7 +274,7 @@ __device__ __forceinline__ void head_loss_gradient(const HeadLossArgs& args) {
 
 }  // namespace fx_fuser
 
-// One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
+// A minimum of one block per SM: without it ptxas spills to make room for a second one.
 #define FX_FUSER_HEAD_LOSS_KERNEL(name, ...)                                  \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kHeadLossThreads, 1) \
       name(const __grid_constant__ fx_fuser::HeadLossArgs args) {             \

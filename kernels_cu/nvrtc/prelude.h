@@ -1,4 +1,4 @@
-// What nvcc includes ahead of a source's first line, as far as kernels use it.
+// The part that kernels use of what nvcc includes before a source's first line.
 #pragma once
 
 #define INFINITY __int_as_float(0x7f800000)

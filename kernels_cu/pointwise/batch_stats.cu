@@ -1,9 +1,9 @@
-// Mean and biased variance of every channel, as BatchNorm in training wants them, in one read of x.
+// Mean and biased variance of every channel, for BatchNorm in training, in one read of x.
 //
-// E[x^2] - E[x]^2 cancels, and sums shifted by one chosen element break when that element is the
-// outlier. So each thread takes small groups of values, each with its own pivot, and merges their
-// moments. Blocks write partial moments; a second kernel merges those in double. Every order is
-// fixed by the shape alone: results are the same bit for bit from run to run.
+// E[x^2] - E[x]^2 cancels, and sums shifted by one chosen element lose accuracy if that element is
+// an outlier. So each thread takes small groups of values, each with its own pivot, and merges
+// their moments. Blocks write partial moments; a second kernel merges those in double. The order of
+// all sums depends on the shape only, so results are bit for bit the same from run to run.
 #include "common/convert.cuh"
 #include "common/moments.cuh"
 #include "common/ptx_sm90.cuh"
@@ -11,10 +11,11 @@
 
 namespace fx_fuser {
 
-// Moments of a few values x about a pivot p, one of them: with d = x - p,
+// Moments of a few values x about a pivot p, which is one of them: with d = x - p,
 //   mean = p + sum(d) / n,  M2 = sum(d^2) - sum(d)^2 / n.
-// A pivot far from the other values is itself a deviation as large, so M2 >= d^2 (1 - 1/n) and the
-// subtraction loses at most a factor n, and a constant group gives exactly (n, p, 0).
+// If the pivot is far from the other values, it is itself that large a deviation, so
+// M2 >= d^2 (1 - 1/n) and the subtraction loses at most a factor n. A constant group gives exactly
+// (n, p, 0).
 template <class Acc>
 struct Group {
   Acc count = 0;
@@ -57,8 +58,8 @@ __device__ __forceinline__ Moments<Acc> merge_block(Moments<Acc> mine) {
 
 // ---- [samples, channels, plane] -----------------------------------------------------------------
 
-// A run of `plane` elements may begin and end anywhere in a 16-byte vector: elements [begin, end)
-// of the vector belong to it.
+// One 16-byte vector of a run of `plane` elements, which may begin and end within a vector:
+// elements [begin, end) of the vector belong to the run.
 template <class T, int kWidth>
 struct Piece {
   Vec<T, kWidth> raw;
@@ -130,7 +131,7 @@ __device__ __forceinline__ Moments<Acc> moments_of(
   return group.moments(pivot);
 }
 
-// Block = (split, channel), channels fastest: neighbouring blocks read neighbouring memory.
+// Block = (split, channel), channel fastest: neighbouring blocks read neighbouring memory.
 template <class T, class Acc>
 __device__ __forceinline__ void planes(const PlanesArgs& args) {
   constexpr int kWidth = 16 / sizeof(T);
@@ -157,7 +158,7 @@ __device__ __forceinline__ void planes(const PlanesArgs& args) {
 // ---- [rows, channels] ---------------------------------------------------------------------------
 
 // Consecutive threads take consecutive vectors of channels and then the next row, so that a block
-// reads consecutive memory also where a row is short. Block = (split, tile of channels).
+// reads consecutive memory even if a row is short. Block = (split, tile of channels).
 template <class T, int kWidth, class Acc>
 __device__ __forceinline__ void rows(const RowsArgs& args) {
   const int64_t vectors = args.channels / kWidth;
@@ -233,7 +234,7 @@ __device__ __forceinline__ void combine(const CombineArgs& args) {
   }
   const Moments<double> whole = merge_block<kStatsThreads>(mine);
   if (threadIdx.x == 0) {
-    // torch.var_mean of nothing is NaN and NaN.
+    // torch.var_mean of an empty tensor is (NaN, NaN).
     const double mean = whole.count > 0 ? whole.mean : nan("");
     static_cast<Acc*>(args.mean)[blockIdx.x] = static_cast<Acc>(mean);
     static_cast<Acc*>(args.variance)[blockIdx.x] = static_cast<Acc>(whole.m2 / whole.count);
@@ -242,7 +243,7 @@ __device__ __forceinline__ void combine(const CombineArgs& args) {
 
 }  // namespace fx_fuser
 
-// One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
+// A minimum of one block per SM: without it ptxas spills to make room for a second one.
 #define FX_FUSER_STATS_KERNEL(name, Args, ...)                                   \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kStatsThreads, 1)       \
       fx_fuser_batch_stats_##name(const __grid_constant__ fx_fuser::Args args) { \

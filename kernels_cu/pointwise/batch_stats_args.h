@@ -1,4 +1,4 @@
-// What the host tells the batch-statistics kernels. The shim fills it, batch_stats.cu reads it.
+// Arguments of the batch-statistics kernels. The shim fills them, batch_stats.cu reads them.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 namespace fx_fuser {
 
 constexpr int kStatsThreads = 256;
-constexpr int kStatsInFlight = 4;          // loads a thread has under way: one round
-constexpr int kStatsRounds = 8;            // rounds a thread merges before its block does, at most
+constexpr int kStatsInFlight = 4;          // loads a thread has in flight: one round
+constexpr int kStatsRounds = 8;            // most rounds per thread before the block's merge
 constexpr int64_t kStatsMinBlocks = 1024;  // with fewer blocks than this, fewer rounds
 
 // x is [samples, channels, plane], dense: a channel is `samples` runs of `plane` elements.
@@ -19,8 +19,8 @@ struct PlanesArgs {
   int64_t channels;
   int64_t plane;
   int64_t skew;               // elements between the rounded pointer and the first element
-  Divisor<uint64_t> vectors;  // 16-byte vectors that a run touches, at most
-  uint64_t units;             // vectors of one channel
+  Divisor<uint64_t> vectors;  // the most 16-byte vectors that a run touches
+  uint64_t units;             // vectors per channel
   uint64_t units_per_block;   // a multiple of a block's round
   int64_t splits;
 };

@@ -1,11 +1,11 @@
 // out[...] = epilogue(in0[...], in1[...], ..., scalars), elementwise with broadcasting.
 //
-// A thread takes vectors of V consecutive elements of out's memory. For each operand it finds where
-// the vector begins, loads raw elements (the anchor's first: they come from DRAM, the others often
-// from a cache), and only then converts, computes, rounds once and stores. An element is stored
-// only after everything it is made of is loaded, so out may be the anchor's own memory.
+// A thread processes vectors of V consecutive elements of out's memory. For each operand it
+// computes where the vector begins and loads raw elements (the anchor's first: they come from DRAM,
+// the others often from a cache); only then does it convert, compute, round once and store. An
+// element is stored only after all of its inputs are loaded, so out may be the anchor's own memory.
 //
-// The generated translation unit holds one functor and one line:
+// The generated translation unit has one functor and one macro:
 //
 //   #include "pointwise/pointwise.cuh"
 //   struct Epilogue {
@@ -16,7 +16,7 @@
 //   };
 //   FX_FUSER_POINTWISE(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*In*/ float, float)
 //
-// `scalar` has at least one element, also where the epilogue has no scalar.
+// `scalar` has at least one element, even if the epilogue has no scalar.
 #pragma once
 
 #include <utility>
@@ -34,13 +34,13 @@ struct Place {
   Index inner;            // its coordinate along the innermost dimension
 };
 
-// A rolled loop: most tensors have one to three dimensions left, and code that is never run would
-// push what is run out of the instruction cache.
+// The loop is rolled: most tensors have one to three dimensions left after coalescing, and an
+// unrolled loop's dead code would take space in the instruction cache.
 template <int kInputs, class Index>
 __device__ __forceinline__ Place<Index, kInputs> locate(const PointwiseArgs<Index>& args,
                                                         Index index) {
   Place<Index, kInputs> place{};
-  if (args.rank == 1) {  // all operands laid out like out, or splat: the common case of a linear
+  if (args.rank == 1) {  // all operands have out's layout, or are splats: usual for a Linear
     place.inner = index;
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) place.offset[i] = index * args.stride[i][0];
@@ -131,7 +131,7 @@ struct PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out,
     for (int e = 0; e < kWidth; ++e) out[e] = result.element[e];
   }
 
-  // A vector that runs into the next row of some operand, or past the end: element by element.
+  // Element by element, for a vector that crosses into an operand's next row or past the end.
   static __device__ __forceinline__ void run_elements(const Args& args, Index first,
                                                       const Acc (&scalar)[kScalarSlots]) {
 #pragma unroll 1
@@ -192,16 +192,16 @@ __device__ __forceinline__ void pointwise(const PointwiseArgs<Index>& args) {
 
 }  // namespace fx_fuser
 
-// One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
+// A minimum of one block per SM: without it ptxas spills to make room for a second one.
 #define FX_FUSER_POINTWISE_KERNEL(name, Index, is_small, threads, ...)    \
   extern "C" __global__ void __launch_bounds__(threads, 1)                \
       name(const __grid_constant__ fx_fuser::PointwiseArgs<Index> args) { \
     fx_fuser::pointwise<is_small, __VA_ARGS__>(args);                     \
   }
 
-// FX_FUSER_POINTWISE(Epilogue, scalars, Acc, Out, In...): indices of 32 bits where every index and
-// every offset fits in 31, of 64 bits elsewhere. `small` has small blocks and one vector a thread,
-// so that an output which cannot fill the GPU is at least spread over more of it.
+// FX_FUSER_POINTWISE(Epilogue, scalars, Acc, Out, In...): u32 if every index and every offset fits
+// in 31 bits, else u64. `small` has small blocks and one vector per thread: it spreads an output
+// that is too small to fill the GPU over more SMs.
 #define FX_FUSER_POINTWISE(...)                                                                   \
   FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_small, uint32_t, true, fx_fuser::kSmallThreads,    \
                             __VA_ARGS__)                                                          \

@@ -1,4 +1,4 @@
-// What the host tells a pointwise kernel. The shim fills it, pointwise.cuh reads it.
+// Arguments of a pointwise kernel. The shim fills them, pointwise.cuh reads them.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@ namespace fx_fuser {
 
 constexpr int kMaxDims = 8;
 constexpr int kPointwiseThreads = 256;
-constexpr int kSmallThreads = 64;  // of a grid too small to fill the GPU with full blocks
+constexpr int kSmallThreads = 64;  // if full blocks are too few to fill the GPU
 
-// Vectors a thread has in flight. Eight elements a thread: with more, a grid is few long waves of
-// load, then compute, then store, and Llama's gate on an H200 took 171 us where it now takes 97.
-// Raw operands wait in registers, so the more operands, the fewer vectors.
+// Vectors a thread has in flight. Eight elements per thread: with more, a grid runs in few long
+// waves of load, then compute, then store; Llama's gate on an H200 took 171 us instead of 97.
+// Loaded operands are held in registers, so more operands mean fewer vectors.
 constexpr int vectors_in_flight(int width, int raw_bytes_per_vector) {
   const int wanted = 8 / width;
   const int room = 4 * 48 / raw_bytes_per_vector;

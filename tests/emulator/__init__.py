@@ -1,8 +1,8 @@
 """fx_fuser's kernels on the CPU, launched by the shim's own host code.
 
-`machine.cpp` is a CUDA multiprocessor, `device/` what a kernel's translation unit includes in place
-of CUDA's headers and of `common/ptx.cuh`, and `shim.cpp` the shim for the emulated device. All are
-compiled by g++ alone. What this checks and what it cannot: CONTRIBUTING.md.
+`machine.cpp` emulates a CUDA multiprocessor, `device/` replaces CUDA's headers and
+`common/ptx*.cuh` in a kernel's translation unit, and `shim.cpp` builds the shim for the emulated
+device. g++ compiles all of it. CONTRIBUTING.md says what this checks and what it cannot check.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ops = torch.ops.fx_fuser_emulated
 
 @dataclass(frozen=True)
 class Gpu:
-    """What kernels and host code see of a GPU. shared_bytes: that a block may have."""
+    """A GPU as kernels and host code see it. shared_bytes: the most that a block may have."""
 
     capability: int
     shared_bytes: int
@@ -60,11 +60,11 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How a launch goes. order: of warps, of a warp's lanes, and of blocks.
+    """The schedule of a launch. order: of warps, of a warp's lanes, and of blocks.
 
-    copies: when cp.async and wgmma read and write: at once, as late as the rules allow, or now so,
-        now so.
-    guard_ahead: the page that nobody may touch lies ahead of a tensor, not behind it.
+    copies: when cp.async, TMA and wgmma read and write: at once, as late as the rules allow, or one
+        of the two at random.
+    guard_ahead: the forbidden page is ahead of a tensor, not behind it.
     """
 
     order: str = "forward"
@@ -83,10 +83,10 @@ class Settings:
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
 _KERNEL_FLAGS = (
     *("-O0", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-w"),
-    "-ftrivial-auto-var-init=pattern",  # what is read of registers that nobody has set
+    "-ftrivial-auto-var-init=pattern",  # for reads of registers that were never set
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
     "-fno-sanitize-recover=all",
-    # Not the library of -fsanitize: machine.cpp says what is found.
+    # Without the library of -fsanitize: calls.cpp reports what it finds.
     *("-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"),
 )
 
@@ -149,7 +149,7 @@ def load_shim() -> None:
     torch.ops.load_library(shim)
 
 
-# CUDA C++ that is no C++, as the preprocessor leaves it.
+# CUDA C++ that is not C++, after preprocessing.
 _DYNAMIC = re.compile(r"extern __shared__ (?:alignas\(\w+\) )?(\w+) (\w+)\[\];")
 _STATIC = re.compile(r"__shared__ ([^;]*?)\b(\w+)((?:\[[^]]*\])*);")
 _KERNEL = re.compile(r'extern "C" __attribute__\(\(visibility\("default"\)\)\) void\s+(\w+)\(')
@@ -163,7 +163,7 @@ extern "C" __attribute__((visibility("default"))) void emulated_{name}(const voi
 
 @functools.cache
 def translation_unit(text: str, gpu: Gpu) -> str:
-    """C++ of a kernel's translation unit, which exports `emulated_NAME(args)` for each kernel."""
+    """A kernel's translation unit as C++, which exports `emulated_NAME(args)` for each kernel."""
     folders = (HERE / "device", HERE, binaries.KERNELS.resolve())
     command = [
         *(str(compilers.of_shim().cxx), "-E", "-std=c++17", "-x", "c++", "-", gpu.macro),
@@ -187,7 +187,7 @@ def _kernel_job(text: str, gpu: Gpu) -> Job:
 
 
 def build(specs: Sequence[tuple[KernelSpec, int]]) -> list[list[Path]]:
-    """The libraries of each kernel, for a GPU of a compute capability, all made at once."""
+    """Builds the libraries of all kernels, each for a GPU of a compute capability."""
     jobs = [[_kernel_job(t, GPUS[capability]) for t in spec.texts] for spec, capability in specs]
     paths = iter(store.ensure([job for of_spec in jobs for job in of_spec]))
     return [[next(paths) for _ in of_spec] for of_spec in jobs]
@@ -197,14 +197,14 @@ def build(specs: Sequence[tuple[KernelSpec, int]]) -> list[list[Path]]:
 
 
 def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
-    """The kernel on such a GPU, as a handle that `ops` take."""
+    """Loads the kernel on such a GPU. Returns a handle for `ops`."""
     (paths,) = build([(spec, capability)])
     _use_device(capability, multiprocessors)
     return _loaded(capability, spec.family.loader, spec.name, paths, spec.signature)
 
 
 def load_batch_stats(capability: int, multiprocessors: int = 2) -> int:
-    """The kernels of statistics, likewise."""
+    """Loads the kernels of batch statistics, likewise."""
     (path,) = store.ensure([_kernel_job(binaries.batch_stats_source(), GPUS[capability])])
     _use_device(capability, multiprocessors)
     return _loaded(capability, "batch_stats", "batch_stats", [path], [])
@@ -236,10 +236,10 @@ def run_kernel(
     cluster: int = 1,
     capability: int = 90,
 ) -> None:
-    """One kernel of a CUDA source, whose argument is a struct of the tensors' addresses.
+    """Runs one kernel of a CUDA source, whose argument is a struct of the tensors' addresses.
 
     Raises:
-        RuntimeError: the kernel did what no kernel may.
+        RuntimeError: the kernel broke a rule.
     """
     load_shim()
     ops.use_device.default(capability // 10, 2, GPUS[capability].shared_bytes)
@@ -247,17 +247,17 @@ def run_kernel(
     ops.run_kernel.default(str(path), name, blocks, threads, shared_bytes, cluster, tensors)
 
 
-ON_CPU = -1  # the index of the CPU, which shim.cpp takes for a GPU
+ON_CPU = -1  # the index of the CPU, which shim.cpp treats as a GPU
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """The same values and strides, as far off 16 bytes, beside a page that nobody may touch."""
+    """A copy with the same strides and the same misalignment, next to a forbidden page."""
     made: Tensor = ops.guarded.default(tensor, tensor.data_ptr() % 16)
     return made.copy_(tensor)
 
 
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All NaN, in the same layout."""
+    """A guarded tensor, all NaN, in the same layout."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype)
     made: Tensor = ops.guarded.default(like, 0)
     return made
@@ -265,9 +265,9 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @contextlib.contextmanager
 def memory() -> Iterator[None]:
-    """Guarded tensors that are made within live as long, and are checked at the end."""
+    """Guarded tensors made inside live until its end, and are checked then."""
     load_shim()
-    ops.release.default()  # what a failed test has left, whose report has shown it by now
+    ops.release.default()  # left over from a failed test, which has reported it
     yield
     found = ops.release.default()
     assert not found, found

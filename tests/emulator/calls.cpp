@@ -1,4 +1,4 @@
-// What kernels call.
+// The functions that kernels call.
 #include "fibers.h"
 
 namespace emulator {
@@ -28,7 +28,7 @@ uint32_t address_of(const void* pointer, Where where) {
   const Arena& arena = machine.current->block->arena;
   const auto offset = static_cast<const unsigned char*>(pointer) - arena.base;
   if (offset < 0 || offset > static_cast<ptrdiff_t>(kArenaBytes)) {
-    fail("a pointer that is none to shared memory", where);
+    fail("a pointer that does not point to shared memory", where);
   }
   return kFirstAddress + static_cast<uint32_t>(offset);
 }
@@ -177,7 +177,7 @@ void arrive_at_mbarrier_of(uint32_t barrier, unsigned rank, Where where) {
 
 bool is_mbarrier_complete(uint32_t barrier, uint32_t parity, Where where) {
   if (parity > 1) fail("a parity is 0 or 1", where);
-  // The phase of this parity is complete where the current one has the other.
+  // The phase of this parity is complete if the current phase has the other parity.
   return read_mbarrier(mbarrier_at(barrier, where), where).phase != parity;
 }
 

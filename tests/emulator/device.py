@@ -1,7 +1,7 @@
-"""The emulated GPU in place of CUDA's, for checks that were written for one.
+"""Runs checks that were written for a CUDA GPU on the emulated one.
 
-A call's tensors are copied to guarded memory, which is between pages that nobody may touch, and the
-results back. Each call is made by several schedules, whose results must be the same bits.
+A call's tensors are copied to guarded memory, between forbidden pages, and the results are copied
+back. Each call is made with several schedules, whose results must be bit for bit the same.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SCHEDULES = (
     Settings("reverse", "late"),
     Settings("random", "late", seed=8, guard_ahead=True),
 )
-AT_ONCE = 2  # of these for a call: the next ones for the next
+AT_ONCE = 2  # schedules per call; each call takes the next ones
 
 
 class EmulatedGpu:
-    """Kernels and their launches; `capability` is 80 and the like."""
+    """Loads and launches kernels. `capability` is 80, 90, ..."""
 
     def __init__(self, capability: int, multiprocessors: int) -> None:
         self.capability = capability
@@ -60,7 +60,7 @@ class EmulatedGpu:
         emulator.build([(emulated(spec), self.capability) for spec in specs])
 
     def __getattr__(self, name: str) -> Any:
-        """An op, of which `default` is called."""
+        """An op; callers use its `default`."""
         return _Op(self, getattr(emulator.ops, name).default)
 
     def schedules(self) -> list[Settings]:
@@ -70,7 +70,8 @@ class EmulatedGpu:
 
 
 def emulated(spec: KernelSpec) -> KernelSpec:
-    """wgmma is not emulated: on all GPUs the split product is that of mma.sync."""
+    """On all GPUs the split product is that of mma.sync: wgmma's has fp32 tensor maps, which are
+    not emulated."""
     is_best = spec.family is LINEAR_SPLIT_AUTO
     return dataclasses.replace(spec, family=LINEAR_SPLIT_MMA) if is_best else spec
 
@@ -95,7 +96,7 @@ class _Op:
                 del guarded, copies
             if wanted is not None:
                 same = all(map(_same_bits, wanted, found))
-                assert same, f"{settings} gives other bits than the schedule before"
+                assert same, f"{settings} gives other bits than the previous schedule"
             wanted = found
         for tensor, values in zip(given.values(), wanted or ()):
             _span(tensor).copy_(values)
@@ -111,7 +112,7 @@ def _span(tensor: Tensor) -> Tensor:
 
 
 def _guarded(value: Any, given: dict[Any, Tensor], copies: dict[Any, Tensor]) -> Any:
-    """Tensors copied, each once: what is the same memory stays so."""
+    """Copies each tensor once, so that arguments which share memory still do."""
     if isinstance(value, (list, tuple)) and any(isinstance(one, Tensor) for one in value):
         return [_guarded(one, given, copies) for one in value]
     if not isinstance(value, Tensor):
@@ -124,7 +125,7 @@ def _guarded(value: Any, given: dict[Any, Tensor], copies: dict[Any, Tensor]) ->
 
 
 def _taken_out(returned: Any) -> Any:
-    """Results that lie in guarded memory are copied."""
+    """Copies results out of guarded memory."""
     if isinstance(returned, Tensor):
         return returned.clone()
     if _tensors_of(returned):
@@ -146,7 +147,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def in_place_of_cuda(
     gpu: EmulatedGpu, patch: pytest.MonkeyPatch, modules: Sequence[ModuleType]
 ) -> None:
-    """From here on these modules' kernels run on the emulated GPU."""
+    """Makes these modules' kernels run on the emulated GPU from now on."""
     for name in ("handle_of", "prepare", "prepare_batch_stats"):
         patch.setattr(load, name, getattr(gpu, name))
     patch.setattr(kernels, "_ops", lambda: gpu)

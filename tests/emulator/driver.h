@@ -1,5 +1,6 @@
-// The CUDA driver of the emulated device, as far as the shim calls it (kernels_cu/host/driver.h).
-// What it loads as a cubin is a library of kernels that were compiled for the CPU.
+// The CUDA driver of the emulated device: the functions that the shim calls
+// (kernels_cu/host/driver.h). The cubins that it loads are libraries of kernels compiled for the
+// CPU.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,11 +15,11 @@
 
 namespace emulator {
 
-// What the host's code asks of a GPU.
+// The properties of a GPU that host code queries.
 struct Device {
   int major = 9;
   int multiprocessors = 2;
-  int shared_bytes = 232448;  // of a block at most
+  int shared_bytes = 232448;  // the most per block
 };
 
 struct LoadedKernel {
@@ -129,7 +130,7 @@ inline int error_text(int, const char** text) {
   return 0;
 }
 
-// As a real one: half as many blocks as multiprocessors, of clusters of two.
+// Like a real GPU: with clusters of two, half as many as multiprocessors.
 inline int resident_clusters(int* clusters, fx_fuser::Kernel,
                              const fx_fuser::LaunchConfig* config) {
   unsigned cluster = 1;
@@ -142,7 +143,7 @@ inline int resident_clusters(int* clusters, fx_fuser::Kernel,
   return 0;
 }
 
-// By the driver's rules, as far as maps of 16-bit elements are made here.
+// Checks the driver's rules, for maps of 16-bit elements.
 inline int encode(fx_fuser::TensorMap* to, int type, uint32_t rank, void* data,
                   const uint64_t* sizes, const uint64_t* strides, const uint32_t* box,
                   const uint32_t* steps, int interleave, int swizzle, int /*promotion*/, int fill) {

@@ -1,11 +1,11 @@
-// What the emulated driver makes of a tensor map (driver.h), and TMA reads (tensor_copies.cpp).
+// A tensor map as the emulated driver encodes it (driver.h) and TMA reads it (tensor_copies.cpp).
 #pragma once
 
 #include <cstdint>
 
 namespace emulator {
 
-// Innermost first; strides in bytes, of all dimensions but the innermost. Swizzled by 128 bytes.
+// Innermost first; strides in bytes, without the innermost dimension. Swizzled by 128 bytes.
 struct EmulatedMap {
   static constexpr uint32_t kMagic = 0x7E4508;
   static constexpr uint32_t kElementBytes = 2;

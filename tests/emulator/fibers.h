@@ -1,5 +1,5 @@
-// What the machine is made of: blocks with their shared memory, warps, and threads as fibers.
-// Of machine.cpp, which runs them, and calls.cpp, which is what kernels call.
+// The machine's parts: blocks with their shared memory, warps, and threads as fibers. For
+// machine.cpp, which runs them, and calls.cpp, which kernels call.
 #pragma once
 
 #include <setjmp.h>
@@ -22,10 +22,10 @@ namespace emulator {
 
 inline constexpr int kLanes = 32;
 constexpr size_t kStackBytes = 512 << 10;
-// Addresses are below 2^18, as wgmma's descriptors have it.
+// Addresses are below 2^18, as wgmma's descriptors require.
 constexpr size_t kArenaBytes = 252 << 10;
 constexpr size_t kArenaAlignment = 64 << 10;
-constexpr uint32_t kFirstAddress = 1024;  // 0 is no address
+constexpr uint32_t kFirstAddress = 1024;  // 0 is not a valid address
 constexpr int kNamedBarriers = 16;
 
 // ---- a block's shared memory --------------------------------------------------------------------
@@ -35,7 +35,7 @@ struct Variable {
   size_t bytes;
 };
 
-// Variables from the beginning on; the dynamic part ends at a forbidden page.
+// Static variables are at the beginning; the dynamic part ends at a forbidden page.
 struct Arena {
   unsigned char* base = nullptr;
   size_t used = 0;
@@ -60,7 +60,7 @@ struct Arena {
     return false;
   }
 
-  // Was something written behind the dynamic part?
+  // Whether something was written behind the dynamic part.
   bool is_overrun() const {
     const unsigned char* end = base + dynamic + dynamic_bytes;
     return std::any_of(end, static_cast<const unsigned char*>(base) + kArenaBytes,
@@ -88,16 +88,16 @@ struct Copy {
   uint32_t bytes;
   uint32_t reads;
   int group;
-  uint64_t* arrives;  // null, or in place of a copy: the mbarrier that is told of those before
+  uint64_t* arrives;  // null, or, instead of a copy: an arrival here after the copies before it
 };
 
 struct Warp;
 struct Block;
 struct Fiber;
 
-// A box of a tensor on its way into a block's shared memory, or out of it.
+// A TMA copy in flight, to a block's shared memory or from it.
 struct Box {
-  Fiber* of;  // who asked for it
+  Fiber* of;  // the thread that issued it
   Where where;
   const void* map;
   uint32_t address;
@@ -118,19 +118,19 @@ struct Fiber {
   const uint64_t* mbarrier = nullptr;  // that it waits for
   uint32_t parity = 0;
   bool arrived_in_cluster = false;
-  unsigned cluster_phase = 0;  // that it has arrived in
+  unsigned cluster_phase = 0;  // of its arrival
   int group = 0;               // of copies
-  std::vector<Copy> copies;    // that have not landed, in order
+  std::vector<Copy> copies;    // in flight, in order
   int store_group = 0;         // of TMA's stores
-  std::vector<Box> stores;     // that are not made, in order
+  std::vector<Box> stores;     // in flight, in order
 
-  bool is_alive = false;  // is on its stack, ready for a kernel
+  bool is_alive = false;  // on its stack, ready for a kernel
   unsigned char* stack = nullptr;
   ucontext_t first;
   jmp_buf context;
 };
 
-// A warp's lanes on their way to one instruction.
+// A warp-wide instruction that some of its lanes have reached.
 struct Gathering {
   const char* what;
   Where where;
@@ -148,7 +148,7 @@ struct IssuedProduct {
   bool is_made = false;
   float* d[kLanes] = {};
   const uint32_t* a[kLanes] = {};
-  // What the registers d would hold, [lane][register], and do not before the product is made.
+  // The values of d, [lane][register], which the registers do not have before the product is made.
   std::shared_ptr<std::vector<float>> sums;
 };
 
@@ -159,11 +159,11 @@ struct Warp {
   std::vector<Gathering> gatherings;
   std::vector<IssuedProduct> products;  // in order
   int product_group = 0;
-  bool is_fenced = false;   // may it issue products?
-  size_t instructions = 0;  // of its warpgroup, that it has come to
+  bool is_fenced = false;   // whether it may issue products
+  size_t instructions = 0;  // how many of its warpgroup's it has reached
 };
 
-// What all warps of a warpgroup must come to in the same order.
+// An instruction that all warps of a warpgroup must reach, in the same order.
 struct WarpgroupInstruction {
   const char* what;
   Where where;
@@ -196,7 +196,7 @@ struct Machine {
   Launch launch{};
   Settings settings;
   std::mt19937_64 random;
-  std::vector<std::unique_ptr<Fiber>> pool;  // with their stacks, for all launches
+  std::vector<std::unique_ptr<Fiber>> pool;  // with their stacks, reused by all launches
   std::vector<std::unique_ptr<Block>> block_pool;
   std::vector<Fiber*> fibers;  // of the cluster
   std::vector<Block*> blocks;
@@ -204,9 +204,9 @@ struct Machine {
   unsigned cluster_arrived = 0;
   unsigned cluster_phase = 0;
   std::vector<Fiber*> waiting_for_cluster;
-  std::vector<Fiber*> waiting_for_products;      // one of a warp's
-  std::map<const uint64_t*, int64_t> bytes_due;  // that mbarriers expect; less than 0: ahead of it
-  std::vector<Box> boxes;                        // that have not landed
+  std::vector<Fiber*> waiting_for_products;      // one per warp
+  std::map<const uint64_t*, int64_t> bytes_due;  // per mbarrier; negative: not expected yet
+  std::vector<Box> boxes;                        // in flight
   int alive = 0;
   int64_t ticks = 0;
   Fiber* current = nullptr;
@@ -219,7 +219,7 @@ inline Machine machine;
 
 // ---- mbarriers ----------------------------------------------------------------------------------
 
-// In the word that the kernel keeps for it.
+// An mbarrier's state, in the kernel's own word.
 struct Mbarrier {
   static constexpr uint32_t kMagic = 0xBA22;
   uint32_t magic;
@@ -236,27 +236,28 @@ struct Mbarrier {
   }
 };
 
-// ---- machine.cpp's ------------------------------------------------------------------------------
+// ---- in machine.cpp -----------------------------------------------------------------------------
 
-// This thread waits until make_ready is called for it.
+// Blocks this thread until make_ready is called for it.
 void wait(const char* what, Where where);
 void make_ready(Fiber& fiber);
 void release(Barrier& barrier);
 std::string name_of(const Fiber& fiber);
 
-// At an mbarrier; false where there is none. A copy may arrive, when no thread runs.
+// Arrives at an mbarrier; false if there is none. Copies may arrive while no thread runs.
 bool arrive(uint64_t* word);
 bool arrive_bytes(uint64_t* word, int64_t bytes);
 
-// A thread has ended; and all of the cluster have: is something of a warpgroup left undone?
+// When a thread has ended, and when all of the cluster have: checks for unfinished wgmma.
 void check_end_of_thread(const Fiber& fiber);
 std::string unfinished_warpgroup();
 
-// tensor_copies.cpp's.
+// ---- in tensor_copies.cpp -----------------------------------------------------------------------
+
 void land_box(const Box& box);
 void check_stores_at_end(const Fiber& fiber);
 
-// The copy, or of a thread's copies the first so many, is made.
+// Makes one copy, or the first `count` of a thread's copies.
 void land(const Copy& copy);
 void land_first(Fiber& fiber, size_t count);
 

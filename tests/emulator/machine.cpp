@@ -7,7 +7,7 @@ namespace emulator {
 
 Thread* self = nullptr;
 
-// ---- from fiber to fiber ------------------------------------------------------------------------
+// ---- switching fibers ---------------------------------------------------------------------------
 
 void run_fiber() {
   Fiber* me = machine.current;
@@ -44,14 +44,14 @@ void make_alive(Fiber& fiber) {
   swapcontext(&machine.making, &fiber.first);
 }
 
-// Until it waits, ends or fails.
+// Runs a fiber until it waits, ends or fails.
 __attribute__((noinline)) void resume(Fiber& fiber) {
   machine.current = &fiber;
   self = &fiber.thread;
   if (_setjmp(machine.scheduler) == 0) _longjmp(fiber.context, 1);
 }
 
-// Back to the scheduler; returns when this fiber is run again.
+// Switches to the scheduler; returns when this fiber runs again.
 void leave() {
   if (_setjmp(machine.current->context) == 0) _longjmp(machine.scheduler, 1);
 }
@@ -80,9 +80,9 @@ std::string name_of(const Fiber& fiber) {
          std::to_string(fiber.thread.block.x);
 }
 
-// ---- what arrives -------------------------------------------------------------------------------
+// ---- arrivals -----------------------------------------------------------------------------------
 
-// A phase ends when all have arrived and all bytes that they expect.
+// Ends the phase if all arrivals and all expected bytes are there.
 void settle(uint64_t* word) {
   Mbarrier found = Mbarrier::of(*word);
   const auto due = machine.bytes_due.find(word);
@@ -118,7 +118,7 @@ bool arrive_bytes(uint64_t* word, int64_t bytes) {
 
 void land(const Copy& copy) {
   if (copy.arrives != nullptr) {
-    if (!arrive(copy.arrives)) machine.error = "copies arrive at an mbarrier that is none";
+    if (!arrive(copy.arrives)) machine.error = "copies arrive at something that is not an mbarrier";
     return;
   }
   std::memcpy(copy.to, copy.from, copy.reads);
@@ -130,7 +130,7 @@ void land_first(Fiber& fiber, size_t count) {
   fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + static_cast<ptrdiff_t>(count));
 }
 
-// Of a thread that does not run, as the hardware would at that moment.
+// Lands copies of a thread that is not running, as the hardware may at any time.
 __attribute__((noinline)) void land_beside(Fiber& fiber, size_t count) {
   machine.current = &fiber;
   if (_setjmp(machine.scheduler) == 0) land_first(fiber, count);
@@ -141,7 +141,7 @@ __attribute__((noinline)) void land_box_beside(const Box& box) {
   if (_setjmp(machine.scheduler) == 0) land_box(box);
 }
 
-// Nothing can run: what some thread has copied arrives, as it would by itself.
+// If no thread can run: lands one thread's copies up to its next arrival at an mbarrier.
 bool land_one_arrival() {
   std::vector<Fiber*> with;
   for (Fiber* fiber : machine.fibers) {
@@ -161,7 +161,7 @@ bool land_one_arrival() {
   return true;
 }
 
-// Nothing can run: a warp's products are made, for which it waits.
+// If no thread can run: makes the products that one warp waits for.
 bool make_one_product() {
   auto& waiting = machine.waiting_for_products;
   if (waiting.empty()) return false;
@@ -173,7 +173,7 @@ bool make_one_product() {
   return true;
 }
 
-// Nothing can run: a box arrives that TMA has been asked for.
+// If no thread can run: lands one of TMA's boxes.
 bool land_one_box() {
   auto& boxes = machine.boxes;
   if (boxes.empty()) return false;
@@ -186,7 +186,7 @@ bool land_one_box() {
   return true;
 }
 
-// Any may be the later one.
+// If no thread can run: completes one asynchronous operation. Which kind comes first varies.
 bool proceed() {
   bool products_first = machine.settings.order == Order::kReverse;
   if (machine.settings.order == Order::kRandom) products_first = machine.random() % 2 == 0;
@@ -202,7 +202,7 @@ Warp* next_warp() {
   for (size_t i = 0; i < machine.warps.size(); ++i) {
     Warp& warp = machine.warps[forward ? i : machine.warps.size() - 1 - i];
     if (warp.ready == 0) continue;
-    // The first one that can run, as long as it can: so warps get as far apart as they may.
+    // The first warp that can run goes on for as long as it can, so that warps get far apart.
     if (machine.settings.order != Order::kRandom) return &warp;
     ready.push_back(&warp);
   }
@@ -228,7 +228,7 @@ void run_lanes(Warp& warp) {
       Block& block = *fiber.block;
       --block.alive;
       --machine.alive;
-      // Who has ended is not waited for.
+      // A barrier does not wait for threads that have ended.
       if (block.all.arrived > 0 && block.all.arrived == block.alive) release(block.all);
     }
   }
@@ -357,7 +357,7 @@ void begin_cluster(unsigned first_block) {
 
 void end_cluster() {
   machine.error = unfinished_warpgroup();
-  if (!machine.boxes.empty()) machine.error = "ends, and nobody has waited for a box of TMA";
+  if (!machine.boxes.empty()) machine.error = "ends before a box of TMA has arrived";
   for (Fiber* fiber : machine.fibers) land_beside(*fiber, fiber->copies.size());
   for (const Block* block : machine.blocks) {
     if (block->arena.is_overrun()) machine.error = "written behind the dynamic shared memory";

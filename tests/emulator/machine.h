@@ -1,5 +1,5 @@
-// A CUDA multiprocessor on the CPU: the blocks of a cluster at once, each thread of them a fiber.
-// Fibers run one at a time, until they wait for others.
+// A CUDA multiprocessor on the CPU. It runs the blocks of one cluster at a time, each thread as a
+// fiber. Fibers run one at a time, until they wait for others.
 //
 // Compiled kernels call this through device/prelude.h and device/common/ptx.cuh.
 #pragma once
@@ -16,7 +16,7 @@ struct Dim {
   unsigned z = 1;
 };
 
-// What a thread knows of itself.
+// A thread's built-in variables.
 struct Thread {
   Dim thread;
   Dim block;
@@ -24,9 +24,9 @@ struct Thread {
   Dim blocks;
 };
 
-extern Thread* self;  // the one that runs
+extern Thread* self;  // the running thread
 
-// A line of a kernel's source: as a default argument, that of the call.
+// A line of a kernel's source. As a default argument: the line of the call.
 struct Where {
   const char* file;
   int line;
@@ -42,7 +42,7 @@ struct Where {
 // ---- a launch -----------------------------------------------------------------------------------
 
 enum class Order { kForward, kReverse, kRandom };  // of warps, lanes and blocks
-// When cp.async and wgmma read and write.
+// When cp.async, TMA and wgmma read and write.
 enum class Copies { kAtOnce, kLate, kRandom };
 
 struct Settings {
@@ -57,16 +57,16 @@ struct Launch {
   Dim blocks;
   Dim threads;
   size_t shared_bytes;
-  size_t most_shared_bytes;  // with what is declared in the kernel
+  size_t most_shared_bytes;  // including static shared memory
   unsigned cluster;
 };
 
-// Empty, or what went wrong.
+// Runs a launch. Returns an empty string, or what went wrong.
 std::string run(const Launch& launch, const Settings& settings);
 
 // ---- what kernels call --------------------------------------------------------------------------
 
-// The block's own instance of a variable that is declared __shared__; `key` stands for it.
+// The block's own instance of a __shared__ variable, which is identified by `key`.
 void* static_shared(const void* key, size_t bytes, size_t alignment);
 void* dynamic_shared();  // aligned to 1024
 
@@ -75,26 +75,27 @@ T& of_block(T& key) {
   return *static_cast<T*>(static_shared(&key, sizeof(T), alignof(T)));
 }
 
-// 32 bits for the block's shared memory, and back. rank: of the block in its cluster.
+// From a pointer to a 32-bit shared-memory address, and back. rank: of the block in its cluster.
 uint32_t address_of(const void* pointer, Where where);
 void* at_address(uint32_t address, size_t bytes, Where where);
 void* in_block_of_cluster(uint32_t address, unsigned rank, size_t bytes, Where where);
 
-// All lanes of `mask` come here with their `data`; the last one executes for all.
+// Called by all lanes of `mask` with their `data`; the last one executes for all.
 using Execute = void (*)(void* const (&data)[32], uint32_t mask);
 void collect(const char* what, uint32_t mask, void* data, Execute execute, Where where);
 
-// ldmatrix of four matrices, if all lanes say so: `row` is the address of the lane's row.
+// ldmatrix of four matrices, if `reads`, which must be the same in all lanes. `row`: the address of
+// the lane's row.
 void load_matrices(bool reads, bool transposed, uint32_t (&word)[4], uint32_t row, Where where);
 
-// mma of 16 rows and 8 columns: d = a b + c, of so many registers of b along k.
+// mma of 16 rows and 8 columns: d = a b + c. steps: registers of b along k.
 enum class Element { kHalf, kBfloat16, kTf32 };
 void multiply(Element element, int steps, float (&d)[4], const uint32_t* a, const uint32_t* b,
               const float (&c)[4], Where where);
 
-// wgmma by a warpgroup: d [64, columns] = a b + (accumulate ? d : 0), which the thread has
-// registers of. a: registers, or null where a_tile describes it. transposed: rows of b are
-// contiguous; transposed_a: columns of a are.
+// wgmma by a warpgroup: d [64, columns] = a b + (accumulate ? d : 0). d: the thread's registers. a:
+// registers, or null if a_tile describes it. transposed: rows of b are contiguous; transposed_a:
+// columns of a are.
 struct WarpgroupProduct {
   Element element;
   int columns;
@@ -128,15 +129,15 @@ void arrive_at_mbarrier_of(uint32_t barrier, unsigned rank, Where where);
 void wait_for_mbarrier(uint32_t barrier, uint32_t parity, Where where);
 bool is_mbarrier_complete(uint32_t barrier, uint32_t parity, Where where);
 
-// cp.async: `bytes` of which `reads` are copied, the rest zeros.
+// cp.async of `bytes`, the first `reads` of which are copied; the rest are zeros.
 void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t reads, Where where);
 void commit_copies();
 void wait_for_copies(int pending_groups);
 void wait_for_all_copies();
 void arrive_on_copies(uint32_t barrier, Where where);
 
-// TMA (tensor_copies.cpp). A map is what driver.h's cuTensorMapEncodeTiled makes; coordinates are
-// innermost first, of as many dimensions as it has. blocks: of the cluster, a bit each.
+// TMA (tensor_copies.cpp). map: from driver.h's cuTensorMapEncodeTiled. at: coordinates, innermost
+// first, of `rank` dimensions. blocks: of the cluster, one bit each.
 void expect_bytes(uint32_t barrier, uint32_t bytes, Where where);
 void load_tensor(uint32_t to, const void* map, uint32_t barrier, uint32_t blocks,
                  const int (&at)[4], int rank, Where where);

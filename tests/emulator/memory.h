@@ -1,4 +1,4 @@
-// Memory between pages that nobody may touch, for what kernels read and write.
+// Guarded memory for kernels' tensors, between forbidden pages.
 #pragma once
 
 #include <cstddef>
@@ -6,17 +6,17 @@
 
 namespace emulator {
 
-constexpr unsigned char kNobodys = 0xFF;  // bytes that are nobody's yet: a NaN in every float type
+constexpr unsigned char kNobodys = 0xFF;  // uninitialised bytes: a NaN in every float type
 
-enum class Guard { kBehind, kAhead };  // where the forbidden page is that memory touches
+enum class Guard { kBehind, kAhead };  // on which side the forbidden page is adjacent
 
-// Aligned to 16 bytes, and `misalignment` more; all kNobodys.
+// Memory at `misalignment` bytes after a multiple of 16, filled with kNobodys.
 void* allocate(size_t bytes, size_t misalignment = 0, Guard guard = Guard::kBehind);
 
-// All of it; says what was written beside an allocation, where no forbidden page was.
+// Frees all of it. Reports writes next to an allocation that did not hit a forbidden page.
 std::string release_all();
 
-// "3 bytes behind an allocation of 128", or that it is near none.
+// "3 bytes behind an allocation of 128 bytes", or that no allocation is near.
 std::string describe(const void* address);
 
 }  // namespace emulator

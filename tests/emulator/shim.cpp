@@ -1,7 +1,7 @@
-// The shim's own host code, which checks tensors, fills arguments and launches, for the emulated
-// device: its tensors are the CPU's, and its driver is that of driver.h.
+// The shim's own host code, which checks tensors, fills arguments and launches, built for the
+// emulated device: its tensors are on the CPU, and its driver is driver.h.
 //
-// torch's headers come first, so that the names below are changed in fx_fuser's code alone.
+// torch's headers come first, so that the macros below affect only fx_fuser's code.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -25,7 +25,7 @@ namespace {
 
 Guard guard = Guard::kBehind;
 
-// In guarded memory, which lives until `release`.
+// Allocates a tensor in guarded memory, which lives until `release`.
 AOTITorchError guarded_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
                                int32_t dtype, int32_t device_type, int32_t device,
                                size_t misalignment, AtenTensorHandle* made) {
@@ -61,7 +61,7 @@ AOTITorchError guarded_empty(int64_t rank, const int64_t* sizes, const int64_t* 
 #define aoti_torch_get_current_cuda_stream emulated_stream
 #define aoti_torch_empty_strided emulator::guarded_empty
 #define fx_fuser_native fx_fuser_emulated
-#define CUDA PrivateUse1  // of the ops that graphs call, which nobody calls here
+#define CUDA PrivateUse1  // for ops that graphs call, which are unused here
 #include "host/shim.cpp"
 #define fx_fuser_bench fx_fuser_emulated
 #include "kernels.h"
@@ -79,7 +79,7 @@ AOTITorchError emulated_stream(int32_t /*device*/, void** stream) {
 namespace fx_fuser {
 namespace {
 
-// A tensor of these sizes and strides, all NaN, so far off 16 bytes.
+// A tensor with `like`'s sizes and strides, all NaN, whose address modulo 16 is `misalignment`.
 Tensor guarded(const Tensor& like, int64_t misalignment) {
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
@@ -94,21 +94,21 @@ Tensor guarded(const Tensor& like, int64_t misalignment) {
 
 std::string release() { return emulator::release_all(); }
 
-// What is loaded from now on is for such a GPU.
+// Kernels that are loaded from now on run on such a GPU.
 void use_device(int64_t major, int64_t multiprocessors, int64_t shared_bytes) {
   loaded_driver() = emulator::driver();
   emulator::device = {static_cast<int>(major), static_cast<int>(multiprocessors),
                       static_cast<int>(shared_bytes)};
 }
 
-// How launches go from now on. Numbers as in machine.h.
+// The schedule of launches from now on. Numbers as in machine.h.
 void use_settings(int64_t order, int64_t copies, int64_t seed, bool guard_ahead) {
   emulator::settings = {static_cast<emulator::Order>(order), static_cast<emulator::Copies>(copies),
                         static_cast<uint64_t>(seed)};
   emulator::guard = guard_ahead ? emulator::Guard::kAhead : emulator::Guard::kBehind;
 }
 
-// A kernel by itself, whose argument is a struct of these tensors' addresses.
+// Launches one kernel, whose argument is a struct of these tensors' addresses.
 void run_kernel(const std::string& library, const std::string& name, int64_t blocks,
                 int64_t threads, int64_t shared_bytes, int64_t cluster,
                 const std::vector<Tensor>& tensors) {

@@ -1,8 +1,8 @@
-// TMA: boxes of tensors to shared memory and back (PTX ISA, 9.7.9.25 and 5.5).
+// TMA: copies boxes of tensors to shared memory and back (PTX ISA, 9.7.9.25 and 5.5).
 //
 // A box arrives at once, or when nothing else can run. A store is made at once, or as late as its
-// wait allows. Of a box outside the tensor there are zeros, and nothing is read; nothing is written
-// but the rest of a vector that the tensor has a part of.
+// wait allows. Outside the tensor a load reads nothing and fills in zeros; a store writes nothing
+// there except the rest of a vector whose first element is inside.
 #include <cstring>
 
 #include "emulated_map.h"
@@ -12,7 +12,7 @@ namespace emulator {
 namespace {
 
 constexpr uint32_t kVectorBytes = 16;
-constexpr uint32_t kSwizzleRows = 1024;  // on which a swizzled box is aligned
+constexpr uint32_t kSwizzleRows = 1024;  // alignment of a swizzled box
 
 EmulatedMap map_at(const void* address, Where where) {
   EmulatedMap map;
@@ -27,8 +27,8 @@ uint32_t bytes_of(const EmulatedMap& map) {
   return bytes;
 }
 
-// Calls visit(place in shared memory, element, count) for each vector of 16 bytes, count(e): is the
-// tensor's element e of it there?
+// Calls visit(16-byte vector in shared memory, byte offset in it, address in global memory) for
+// each element of a box; the address is null outside the tensor.
 template <class Visit>
 void for_vectors(const EmulatedMap& map, const Box& box, const Visit& visit) {
   constexpr int kElements = kVectorBytes / EmulatedMap::kElementBytes;
@@ -64,7 +64,7 @@ Box box_of(uint32_t address, const void* map, uint32_t barrier, uint32_t blocks,
            int rank, Where where) {
   const EmulatedMap found = map_at(map, where);
   if (static_cast<int>(found.rank) != rank) fail("a tensor map of other dimensions", where);
-  // Measured on an H100: "illegal instruction" else.
+  // Otherwise an H100 reports "illegal instruction" (measured).
   if (at[0] * EmulatedMap::kElementBytes % static_cast<int>(kVectorBytes) != 0) {
     fail("a box begins at no multiple of 16 bytes", where);
   }
@@ -81,7 +81,7 @@ void make_store(const Box& box) {
   const EmulatedMap map = map_at(box.map, box.where);
   for_vectors(map, box, [&](uint32_t place, int offset, unsigned char* to) {
     const void* from = at_address(place, kVectorBytes, box.where);
-    // Measured on an H200: a vector is written whole where the tensor has its first element.
+    // Measured on an H200: a vector is written whole if its first element is inside the tensor.
     if (to != nullptr && offset == 0) std::memcpy(to, from, kVectorBytes);
   });
 }
@@ -107,7 +107,7 @@ void land_box(const Box& box) {
     });
     void* word = in_block_of_cluster(box.barrier, rank, sizeof(uint64_t), box.where);
     if (!arrive_bytes(static_cast<uint64_t*>(word), bytes_of(map))) {
-      fail("a box arrives at an mbarrier that is none", box.where);
+      fail("a box arrives at something that is not an mbarrier", box.where);
     }
   }
 }
@@ -126,7 +126,7 @@ void load_tensor(uint32_t to, const void* map, uint32_t barrier, uint32_t blocks
 }
 
 void store_tensor(const void* map, uint32_t from, const int (&at)[4], int rank, Where where) {
-  // Measured on an H200: "illegal instruction" else. Loads take such coordinates.
+  // Otherwise an H200 reports "illegal instruction" (measured). Loads may have such coordinates.
   for (int d = 0; d < rank; ++d) {
     if (at[d] < 0) fail("a box that is stored begins ahead of the tensor", where);
   }

@@ -1,4 +1,4 @@
-// What a warp does at once: ldmatrix and mma (PTX ISA, 9.7.14).
+// Instructions of a whole warp: ldmatrix and mma (PTX ISA, 9.7.14).
 #include "tensor_core.h"
 
 #include <cstdint>
@@ -46,7 +46,7 @@ struct Products {
   const float* c;
 };
 
-// kSteps of registers along k: each is eight of 16 bits, or four of TF32.
+// kSteps: registers along k, each for eight 16-bit elements, or four of TF32.
 template <Element kElement, int kSteps>
 void multiply_for_warp(void* const (&data)[32], uint32_t /*mask*/) {
   constexpr int kElements = kElementsOfWord<kElement>;

@@ -1,5 +1,5 @@
-// What the tensor core makes of its operands: of tensor_core.cpp, for mma, and of warpgroup.cpp,
-// for wgmma. A warp has 16 rows of either.
+// The tensor core's arithmetic, for mma in tensor_core.cpp and wgmma in warpgroup.cpp. In both, a
+// warp has 16 rows.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace emulator {
 
 inline constexpr uint32_t kWholeWarp = 0xFFFFFFFF;
 
-// Of all 16 bits; a conversion is too slow to be made for each of them.
+// The values of all 16-bit patterns: converting each element anew would be too slow.
 inline std::vector<float> table_of(float (*value)(uint16_t)) {
   std::vector<float> table(1 << 16);
   for (uint32_t bits = 0; bits < table.size(); ++bits) {
@@ -28,7 +28,7 @@ inline const std::vector<float> kBfloat16s = table_of(bfloat16_to_float);
 template <Element kElement>
 inline constexpr int kElementsOfWord = kElement == Element::kTf32 ? 1 : 2;
 
-// Element e of a word. The tensor core reads 19 bits of one of TF32.
+// Element e of a word. Of a TF32 element the tensor core reads 19 bits.
 template <Element kElement>
 float element_of(uint32_t word, int e) {
   if constexpr (kElement == Element::kTf32) {
@@ -41,7 +41,7 @@ float element_of(uint32_t word, int e) {
   }
 }
 
-// Toward zero, as the tensor core's sums are.
+// Rounds toward zero, as the tensor core does its sums.
 inline float truncated(double sum) {
   const auto nearest = static_cast<float>(sum);
   if (std::isfinite(nearest) && std::fabs(static_cast<double>(nearest)) > std::fabs(sum)) {
@@ -50,7 +50,7 @@ inline float truncated(double sum) {
   return nearest;
 }
 
-// A lane's words of the first operand: 2s + r is of row lane / 4 + 8r.
+// Unpacks a lane's words of the first operand: word 2s + r belongs to row lane / 4 + 8r.
 template <Element kElement, int kK>
 void take_rows(int lane, const uint32_t* word, double (&a)[16][kK]) {
   constexpr int kElements = kElementsOfWord<kElement>;
@@ -62,7 +62,7 @@ void take_rows(int lane, const uint32_t* word, double (&a)[16][kK]) {
   }
 }
 
-// Where a lane's register i of sums is.
+// The row and column of a lane's sum in register i.
 struct PlaceOfSum {
   int row;
   int column;

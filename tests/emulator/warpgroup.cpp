@@ -1,7 +1,8 @@
 // wgmma and setmaxnreg (PTX ISA, 9.7.15 and 9.7.19.5).
 //
-// The warps of a warpgroup come to the same instructions in the same order, but do not wait for
-// each other: `.sync` is of a warp. Each multiplies its 16 rows, as late as its wait allows.
+// The warps of a warpgroup must reach the same instructions in the same order, but do not wait for
+// each other: `.sync` is per warp. Each multiplies its 16 rows, at once or as late as its wait
+// allows.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -38,7 +39,7 @@ void meet_warpgroup(const WarpgroupInstruction& here) {
 
 // ---- operands in shared memory (9.7.15.5) -------------------------------------------------------
 
-// In bytes.
+// A matrix descriptor, decoded; in bytes.
 struct Descriptor {
   static constexpr uint64_t kSwizzle128 = 1;
   uint32_t begin;
@@ -56,14 +57,15 @@ struct Descriptor {
     return {field(0), field(16), field(32), swizzle == kSwizzle128};
   }
 
-  // The 16 bytes of a row of a K-major operand, or of 8 columns of a transposed one.
+  // 16 bytes of a row of a K-major operand.
   const uint32_t* of_row(int row, int vector, Where where) const {
     if (!is_swizzled)
       return words(begin + row / 8 * stride + row % 8 * 16 + vector * leading, where);
     const uint32_t at = begin + row / 8 * stride + row % 8 * 128 + vector * 16;
     return words(at ^ (at >> 3 & 0x70), where);
   }
-  // Swizzled, the leading offset is from 64 columns to the next 64, else from 8 k to the next 8.
+  // 16 bytes, 8 columns, of one k of a transposed operand. With the swizzle, the leading offset is
+  // from 64 columns to the next 64, else from 8 k to the next 8.
   const uint32_t* of_columns(int k, int vector, Where where) const {
     if (is_swizzled) {
       const uint32_t at =
@@ -189,7 +191,7 @@ void make(const IssuedProduct& issued) {
   }
 }
 
-// Sums to the registers that have nobody's values since the product was issued.
+// Writes sums to their registers, which hold kNobodys since the product was issued.
 void show_sums(const IssuedProduct& issued) {
   const int registers = issued.product.columns / 2;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -222,7 +224,8 @@ void make_first(Warp& warp, size_t count) {
   }
 }
 
-// The values of registers that are none of an earlier product's.
+// Takes the sums out of registers that no earlier product in flight has, and fills these with
+// kNobodys.
 void hide_sums(IssuedProduct& issued) {
   const int registers = issued.product.columns / 2;
   issued.sums = std::make_shared<std::vector<float>>(kLanes * registers);
@@ -328,7 +331,7 @@ void change_registers(int registers, Where where) {
   come_to("setmaxnreg", static_cast<uint64_t>(registers), meet_for_warp, where);
 }
 
-// ---- what is left undone ------------------------------------------------------------------------
+// ---- at the end ---------------------------------------------------------------------------------
 
 void check_end_of_thread(const Fiber& fiber) {
   const auto& products = fiber.warp->products;

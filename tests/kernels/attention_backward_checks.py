@@ -1,4 +1,4 @@
-"""Checks of the backward of attention by fp16 halves: benchmarks/attention_backward.py times it."""
+"""Checks of the split attention's backward; benchmarks/attention_backward.py times it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("dq", "dk", "dv")
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool, wide: bool
 ) -> list[Tensor]:
-    """By torch, of each query head; wide: in float64."""
+    """torch's gradients, per query head. wide: in float64."""
     tensors = of_query_heads(q, k, v)
     leaves = [(t.double() if wide else t.clone()).detach().requires_grad_() for t in tensors]
     a, b, c = leaves
@@ -45,7 +45,7 @@ def gradients(
 def forward(
     shape: int, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: str = "bhld"
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, by our kernel: what its products lose in logits is in lse too."""
+    """out and lse by our kernel: the error of its logits is in lse, too."""
     batches, count, queries, d = q.shape
     out = filled(heads(batches, count, queries, d, layout))
     lse = torch.empty(batches, count, queries, device=CUDA)
@@ -67,7 +67,7 @@ def judge(
     layout: str = "bhld",
     few: bool = False,
 ) -> None:
-    """Runs the kernels: is no error above MOST times torch's, and nothing else written?"""
+    """Runs the kernels. Fails if an error exceeds MOST times torch's, or on a stray write."""
     batches, count, queries, d = q.shape
     rows = (queries, k.shape[2], k.shape[2])
     made = [heads(batches, count, length, d, layout, gap=1) for length in rows]
@@ -81,15 +81,15 @@ def judge(
         return
     wanted = gradients(q, k, v, d_out, scale, causal, wide=True)
     theirs = gradients(q, k, v, d_out, scale, causal, wide=False)
-    # A row's weights are off by as much as its lse, which is rounded once: by half of a last bit at
-    # most, by 0.58 of that on average; other errors are beside it.
+    # A row's weights have the error of its lse, which is rounded once: half an ulp at most, 0.58 of
+    # that on average. Other errors come on top.
     of_lse = 2**-24.5 * float(lse.abs().max())
-    # Where a head has few values of queries or of keys, or one of its rows is all that counts.
+    # If a head has few values of queries or keys, or only one of its rows counts.
     is_small = few or min(queries, k.shape[2]) * d < FEW
     bounds = attention_bounds.of_gradients(*of_query_heads(q, k, v), d_out, scale, causal)
     for name, value, right, other, bound in zip(NAMES, to, wanted, theirs, bounds):
         error, usual_error, norm = *((t - right).norm() for t in (value, other)), right.norm()
-        # All terms of a gradient may cancel: then errors are all that is left.
+        # All terms of a gradient may cancel; then only errors are left.
         small = (
             bound.norm() if is_small or norm <= 1e-9 * other.norm() else max(FLOOR, of_lse) * norm
         )
@@ -131,7 +131,7 @@ def one(shape: int, queries: int, keys: int, count: int = 1) -> list[Tensor]:
 
 
 def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
-    """Data that careless halves, or a careless sum, get wrong."""
+    """Data for which naive halves, or a naive sum, are wrong."""
     torch.manual_seed(5)
     q, k, v, d_out = one(shape, 66, keys)
     scale = q.shape[-1] ** -0.5
@@ -151,18 +151,18 @@ def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
         "no dO": (q, k, v, d_out * 0),
     }
     for what, (a, b, c, d) in cases.items():
-        few = what == "growing dO"  # that of the last queries is all that counts
+        few = what == "growing dO"  # only the last queries' counts
         judge(failures, f"{what}, shape {shape}", shape, a, b, c, d, False, scale, few=few)
 
 
 def lengths(failures: list[str], shape: int) -> None:
-    """Keys that no causal query sees have no gradient; one key has none but its value's."""
+    """Keys that no causal query sees have no gradient; a single key has only its value's."""
     torch.manual_seed(6)
     for queries, keys, causal in ((3, 130, True), (130, 3, True), (1, 1, False), (65, 129, True)):
         q, k, v, d_out = one(shape, queries, keys)
         what = f"{queries} queries, {keys} keys, shape {shape}"
         judge(failures, what, shape, q, k, v, d_out, causal, 0.125)
-    # More units a block than its ring holds.
+    # More units per block than its ring holds.
     q, k, v, d_out = one(shape, 9, 70, 20)
     v[:, ::3] *= 1e4
     d_out[:, ::2] *= 1e-5
@@ -179,12 +179,12 @@ def special_values(failures: list[str], shape: int) -> None:
 
 
 def few_last_lines(failures: list[str], shape: int) -> None:
-    """A small element in a last tile of few keys, or of few queries, costs no other column of its
-    gradient its halves."""
+    """A last tile of few keys or queries: a small element must not make the accuracy test reject
+    other columns of its gradient."""
     torch.manual_seed(8)
     lines = attention.BACKWARD_SHAPES[shape][2] + 1
     small = 3  # the column
-    # Of q, k, v and dO the one that has it, and another that has no such column: no logit changes.
+    # Which of q, k, v and dO has it, and another that lacks the column, so that no logit changes.
     for name, of, other in (("dq", 1, 0), ("dk", 0, 1), ("dv", 3, 2)):
         tensors = one(shape, lines, lines)
         tensors[other][..., small] = 0
@@ -212,8 +212,8 @@ def made(
 
 
 def rounding_of_lse(failures: list[str], shape: int) -> None:
-    """Weights are exp(-lse) of any lse: of one by log2(e) that is rounded, they would be off by
-    1.9e-7 of themselves (standard deviation), of two floats by what exp2 and halves are."""
+    """Weights are exp(-lse). With lse log2(e) rounded to one float they would be off by 1.9e-7 of
+    themselves (standard deviation); with two floats only by the error of exp2 and halves."""
     torch.manual_seed(10)
     queries = 64
     q, k, v, d_out = one(shape, queries, 64)
@@ -227,7 +227,7 @@ def rounding_of_lse(failures: list[str], shape: int) -> None:
     )
     weights = (-lse.double()).exp()[0, 0]
     of_values = to[2].double()[0, 0, 0, :queries] / weights
-    # Of a query all keys have the same weight, and the same dO v - delta.
+    # All keys of a query have the same weight, and the same dO v - delta.
     of_queries = to[0].double()[0, 0] @ k.double().sum(-2)[0, 0] / weights
     for name, ratio in (("dv", of_values), ("dq", of_queries)):
         off = float((ratio / ratio.mean()).std())

@@ -27,7 +27,7 @@ from fx_fuser.kernels.attention import bias as attention_bias
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 NAMES = "dq", "dk", "dv", "dbias"
-FEW = 4096  # results, below which errors are chance, and `bounds` says what passes
+FEW = 4096  # with fewer results errors are random, and `bounds` decides
 
 
 def spec_for(q: Tensor, backward: bool = False):  # type: ignore[no-untyped-def]
@@ -52,7 +52,7 @@ def to_sizes(tensor: Tensor, sizes: torch.Size) -> Tensor:
 
 
 def weights_of(tensors: Four, scale: float, causal: bool) -> Tensor:
-    """In the dtype of these; a row that sees nothing has 0."""
+    """Softmax in the arguments' dtype; a row that sees nothing has 0."""
     q, k, _, bias = tensors
     logits = logits_of(q, k, bias, scale, causal)
     hidden = (logits == -torch.inf).all(-1, keepdim=True)
@@ -74,7 +74,7 @@ def gradients(
 def rounded(
     tensors: Four, out: Tensor, d_out: Tensor, scale: float, causal: bool, of_bias: torch.Size
 ) -> list[Tensor]:
-    """In float64, with what any kernel of 16 bits rounds, torch's too: out, P and G, results."""
+    """In float64, with the roundings of any 16-bit kernel, torch's too: out, P and G, results."""
     dtype = d_out.dtype
     q, k, v, bias = (t.double() for t in tensors)
     wide = d_out.double()
@@ -89,7 +89,7 @@ def rounded(
 def bounds(
     tensors: Four, d_out: Tensor, scale: float, causal: bool, of_bias: torch.Size
 ) -> list[Tensor]:
-    """What each result's own arithmetic may lose: half of a last bit of each term."""
+    """The error that each result's own arithmetic may have: half an ulp per term."""
     q, k, v, bias = (t.double() for t in tensors)
     weights = weights_of((q, k, v, bias), scale, causal)
     terms = d_out.double().abs() @ v.abs().mT
@@ -110,7 +110,7 @@ def judge(
     whole_bias: bool = False,
     few: bool = False,
 ) -> None:
-    """Runs the kernels: is no error above MOST times that of rounding, nothing else written?
+    """Runs the kernels. Fails if an error exceeds MOST times rounding's, or on a stray write.
 
     whole_bias: no sum over what is expanded.
     """
@@ -165,7 +165,7 @@ def sweep(failures: list[str], cases: int, seed: int, shape: int, most: int = 51
 
 
 def hidden(failures: list[str], shape: int, keys: int = 197) -> None:
-    """By infinities of the bias: rows that see nothing have no gradient, and give none."""
+    """Infinities of the bias: rows that see nothing have no gradient, and contribute none."""
     torch.manual_seed(5)
     d = attention_bias.SHAPES[shape][0]
     for dtype in DTYPES:

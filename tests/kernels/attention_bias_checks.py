@@ -1,4 +1,4 @@
-"""Checks of attention with a bias: benchmarks/attention_bias.py times it."""
+"""Checks of attention with a bias; benchmarks/attention_bias.py times it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fx_fuser.kernels.attention import bias as attention_bias
 
 SHAPES = attention_bias.PLAIN
 DTYPES = attention_bias.DTYPES
-MOST = 1.5  # times torch's error, where that is not just the result's rounding
+MOST = 1.5  # times torch's error, if that is more than the result's rounding
 LENGTHS = (1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 197, 256, 257, 384, 515)
 
 
@@ -36,15 +36,15 @@ class Sizes:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Relative to the norm, of results that are exact but for their dtype, and a little more."""
+    """The error, relative to the norm, of exact results rounded to their dtype, with a margin."""
     return torch.finfo(dtype).eps / 4
 
 
 def heads(
     sizes: Sequence[int], dtype: torch.dtype, layout: str = "bhld", gap: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """[B, H, L, D] in that order of memory, with NaN in gaps of 8 · gap elements and around it; and
-    all of that memory."""
+    """[B, H, L, D] with this memory order, amid NaN, with gaps of 8 · gap elements; and all of that
+    memory."""
     *outer, d = sizes
     of = dict(zip("bhl", outer))
     lines = [of[name] for name in layout[:3]]
@@ -59,7 +59,7 @@ def filled(*given: object) -> Tensor:
 
 
 def bias_of(sizes: Sizes, dtype: torch.dtype, gap: int = 0) -> Tensor:
-    """Rows apart by a multiple of 8; NaN behind them."""
+    """A bias whose rows are a multiple of 8 elements apart, with NaN behind them."""
     outer = [1 if i in sizes.shared else n for i, n in enumerate((sizes.batches, sizes.heads))]
     pitch = -(-sizes.keys // 8) * 8 + 8 * gap
     whole = torch.full((*outer, sizes.queries, pitch), torch.nan, dtype=dtype, device=CUDA)
@@ -69,7 +69,7 @@ def bias_of(sizes: Sizes, dtype: torch.dtype, gap: int = 0) -> Tensor:
 
 
 def pitched(bias: Tensor) -> Tensor:
-    """The same with rows as `bias_of` has them."""
+    """The same values with rows like `bias_of`'s."""
     keys = bias.shape[-1]
     return F.pad(bias, (0, -keys % 8), value=torch.nan)[..., :keys]
 
@@ -101,7 +101,7 @@ def logits_of(q: Tensor, k: Tensor, bias: Tensor, scale: float, causal: bool) ->
 def exact(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """In float64, and the logarithm of each row's sum. A row that sees nothing has 0."""
+    """out in float64, and the logarithm of each row's sum. A row that sees nothing has 0."""
     q, k, v, bias = (t.double() for t in (q, k, v, bias))
     logits = logits_of(q, k, bias, scale, causal)
     weights = logits.softmax(-1)
@@ -115,7 +115,7 @@ def usual(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, causal: b
         bias = bias.masked_fill(hidden_by_causality(*bias.shape[-2:]), -torch.inf)
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # of a bias with a gradient
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # which supports a bias with a gradient
         return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
 
 
@@ -128,13 +128,13 @@ def judge(
     layout: str = "bhld",
     with_lse: bool = True,
 ) -> None:
-    """Runs the kernel: is its error at most MOST times torch's, and nothing else written?"""
+    """Runs the kernel. Fails if its error exceeds MOST times torch's, or if it writes elsewhere."""
     q = tensors[0]
     batches, count, queries, _ = q.shape
     out, whole = heads(tuple(q.shape), q.dtype, layout, gap=1)
     whole.fill_(SENTINEL)
     out.fill_(torch.nan)
-    rows = -(-queries // 32) * 32  # as torch has them
+    rows = -(-queries // 32) * 32  # padded as torch's
     lse = torch.full((batches, count, rows), torch.nan, device=CUDA) if with_lse else None
     spec = attention_bias.spec_for(q.shape[-1], q.dtype)
     assert spec is not None
@@ -143,7 +143,7 @@ def judge(
         return
     wanted, sums = exact(*tensors, scale, causal)
     error = relative(out, wanted)
-    seen = (sums > -torch.inf)[..., None]  # torch's kernels differ in the others
+    seen = (sums > -torch.inf)[..., None]  # torch's kernels differ for the other rows
     theirs = relative(torch.where(seen, usual(*tensors, scale, causal), 0), wanted)
     bound = max(MOST * theirs, rounding(q.dtype))
     if not error <= bound:
@@ -207,8 +207,8 @@ def hard_biases(failures: list[str], shape: int, keys: int = 197) -> None:
 
 
 def far_below(failures: list[str], shape: int, keys: int = 197) -> None:
-    """Masks of large numbers instead of -inf, for a tile of keys, for all but one and for all: a
-    row is right, and 0 where it sees none."""
+    """Masks of large negative numbers instead of -inf, for a tile of keys, for all but one key and
+    for all: rows are right, and 0 if they see no key."""
     torch.manual_seed(5)
     d = attention_bias.SHAPES[shape][0]
     q, k, v, bias = operands(Sizes(1, 1, 70, keys, d), torch.bfloat16)

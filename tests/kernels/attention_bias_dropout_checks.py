@@ -29,7 +29,7 @@ from benchmarks import attention_kernels
 from fx_fuser.kernels.attention import bias as attention_bias
 
 D = 64
-FEW = 4096  # weights that are kept, below which an error is chance
+FEW = 4096  # with fewer kept weights errors are random
 
 
 def spec_for(q: Tensor, backward: bool = False):  # type: ignore[no-untyped-def]
@@ -42,8 +42,8 @@ def exact(
     tensors: Four, d_out: Tensor, scale: float, causal: bool, kept: Tensor, of_bias: torch.Size,
     rounds: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """out and NAMES in float64. kept: what weights are multiplied by. rounds: out as a kernel made
-    it: then with what any kernel of 16 bits rounds, as torch's: out, P and G, results."""
+    """out and NAMES in float64. kept: factors of the weights. rounds: a kernel's out; then with the
+    roundings of any 16-bit kernel, torch's too: out, P and G, results."""
     q, k, v, bias = (t.double() for t in tensors)
     wide = d_out.double()
     weights = weights_of((q, k, v, bias), scale, causal)
@@ -63,7 +63,7 @@ def exact(
 def bounds(
     tensors: Four, d_out: Tensor, scale: float, causal: bool, kept: Tensor, of_bias: torch.Size
 ) -> list[Tensor]:
-    """What each result's own arithmetic may lose: half of a last bit of each term."""
+    """The error that each result's own arithmetic may have: half an ulp per term."""
     q, k, v, bias = (t.double() for t in tensors)
     weights = weights_of((q, k, v, bias), scale, causal)
     wide = d_out.double().abs()
@@ -79,7 +79,7 @@ def made(
     tensors: Four, d_out: Tensor, scale: float, causal: bool, seed: Tensor, dropout: float,
     of_bias: torch.Size, layout: str = "bhld", alone: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
-    """out and NAMES by the kernels, the memory that each lies in, and lse."""
+    """out and NAMES by the kernels, the memory around each, and lse."""
     q, k, _, _ = tensors
     results = [heads(t.shape, q.dtype, layout, gap=1) for t in (q, q, k, k)]
     whole = torch.empty(*of_bias[:2], of_bias[2] + 1, of_bias[3] + 3, device=q.device).to(q.dtype)
@@ -101,7 +101,7 @@ def judge(
     failures: list[str], what: str, tensors: Four, scale: float, causal: bool, seed: Tensor,
     dropout: float, layout: str = "bhld", whole_bias: bool = False, alone: bool = False,
 ) -> None:  # fmt: skip
-    """Is no error above MOST times that of rounding, and nothing else written?"""
+    """Fails if an error exceeds MOST times rounding's, or if a kernel writes elsewhere."""
     q, k, _, bias = tensors
     d_out = filled(tuple(q.shape), q.dtype, layout)
     outer = [n if whole_bias or step else 1 for n, step in zip(bias.shape[:2], bias.stride())]
@@ -130,7 +130,7 @@ def judge(
 
 
 def sweep(failures: list[str], cases: int, seed: int, most: int = 515) -> None:
-    """Random sizes, strides, seeds and shares."""
+    """Random sizes, strides, seeds and drop probabilities."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     for case in range(cases):
@@ -144,7 +144,7 @@ def sweep(failures: list[str], cases: int, seed: int, most: int = 515) -> None:
 
 
 def which(failures: list[str]) -> None:
-    """Each weight by itself: of equal weights and values that are one-hot, out is the mask."""
+    """Tests each weight: with equal weights and one-hot values, out is the mask."""
     queries = keys = D
     for number, share in ((3, 0.5), (-3, 0.1)):
         q = torch.zeros(2, 2, queries, D).bfloat16().to(filled((1, 1, 1, 8), DTYPES[0]).device)
@@ -160,7 +160,7 @@ def which(failures: list[str]) -> None:
 
 
 def hidden(failures: list[str]) -> None:
-    """By infinities of the bias, with rows that see nothing."""
+    """Infinities of the bias, with rows that see nothing."""
     torch.manual_seed(5)
     q, k, v, bias = operands(Sizes(2, 2, 70, 197, D), torch.bfloat16)
     drawn = torch.rand(bias.shape[-2:], device=q.device)
@@ -170,7 +170,7 @@ def hidden(failures: list[str]) -> None:
 
 
 def refusals(failures: list[str]) -> None:
-    """Shares that round to none, or are above what kernels drop."""
+    """Drop probabilities that round to zero, or exceed the kernels' maximum."""
     tensors = operands(Sizes(1, 1, 16, 16, D), torch.bfloat16)
     q = tensors[0]
     lse = torch.zeros(1, 1, 32, device=q.device)

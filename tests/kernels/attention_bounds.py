@@ -1,10 +1,11 @@
-"""How large an error of attention by fp16 halves may be: of a case's own operands, in float64.
+"""Bounds of the split attention's errors, from a case's own operands, in float64.
 
-Of many results an error is an average, and 1.5 times torch's is a bound. Of few it is chance, ours
-and torch's; here it is bounded by the arithmetic. A product of halves has 22 bits of each factor,
-and the tensor core truncates a sum at every step of 16 of its depth. Such errors are taken for
-independent ones, so their squares add up, and go by the derivatives from logits and from
-dO vᵀ - delta, where most may cancel, to what is made of them. `factors`: dropout's, of each weight.
+Over many results an error is an average, and 1.5 times torch's is a bound. Over few results both
+ours and torch's are random; then the bound follows from the arithmetic. A product of halves has 22
+bits of each factor, and the tensor core truncates a sum at every step of 16 of its depth. Such
+errors are assumed to be independent, so their squares add up. They propagate through the
+derivatives from logits, and from dO vᵀ - delta, where most may cancel, to the results. `factors`:
+dropout's, per weight.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BIT = 2**-24  # half of a last bit, of 1
-STEP = 16  # of a product's depth, as an instruction has it
-TILE = 128  # keys or queries at most, between two sums in fp32
-MOST = 2  # deviations: a norm of few errors may be as many times the expected one
+BIT = 2**-24  # half an ulp of 1
+STEP = 16  # of a product's depth, per instruction
+TILE = 128  # the most keys or queries between two sums in fp32
+MOST = 2  # the norm of few errors may be this many times the expected one
 
 
 def _of_sums(squares: Tensor, sums: Tensor, depth: int) -> Tensor:
     """The deviation of sums of products. squares: those of the products' squares.
 
-    At a step half of a last bit is lost on average, of a sum that is half done on average.
+    A step loses half an ulp on average, of a sum that is half done on average.
     """
     steps = -(-depth // STEP)
     root = squares.sqrt()
@@ -29,7 +30,7 @@ def _of_sums(squares: Tensor, sums: Tensor, depth: int) -> Tensor:
 
 
 class _Case:
-    """float64; k and v are those of each query head. `lost`: deviations, or their squares."""
+    """Operands in float64; k and v per query head. `lost`: deviations, or their squares."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, factors: Tensor | None
@@ -52,9 +53,9 @@ class _Case:
         self.lost_lse += (BIT * logits.logsumexp(-1, keepdim=True)).square()
 
     def lost_out(self) -> Tensor:
-        """Squares, of each element."""
+        """Squared deviations of each element."""
         off = (self.weights * self.lost_logits).square()
-        # Of a logit's error: weight * (factor * v - out).
+        # From a logit's error: weight * (factor * v - out).
         spread = (off * self.factors.square()) @ self.v.square()
         spread -= 2 * ((off * self.factors) @ self.v) * self.out
         spread += off.sum(-1, keepdim=True) * self.out.square()
@@ -65,7 +66,7 @@ class _Case:
 def of_result(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, factors: Tensor | None = None
 ) -> Tensor:
-    """Of each error of out. That of a norm is the norm of these."""
+    """The deviation of each element of out. A norm's deviation is the norm of these."""
     return MOST * _Case(q, k, v, scale, causal, factors).lost_out().sqrt()
 
 
@@ -73,7 +74,7 @@ def of_gradients(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scale: float, causal: bool,
     factors: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Of each error of dq, of dk and of dv, likewise."""
+    """The deviation of each element of dq, dk and dv, likewise."""
     case, d_out = _Case(q, k, v, scale, causal, factors), d_out.double()
     weights = case.weights
     inner = d_out @ case.v.mT
@@ -82,7 +83,7 @@ def of_gradients(
     lost_inner = _of_sums(d_out.square() @ case.v.square().mT, inner, q.shape[-1]) * case.factors
     lost_delta = (case.lost_out() * d_out.square() + (2 * BIT * terms).square()).sum(-1, True)
     own = (score * case.lost_logits).square() + (weights * lost_inner).square()
-    # lse and delta are off alike for all keys of a query.
+    # The errors of lse and delta are the same for all keys of a query.
     of_lse, of_delta = score.square() * case.lost_lse, weights.square() * lost_delta
 
     def product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of attention by fp16 halves: benchmarks/attention.py times it."""
+"""Checks of the split attention; benchmarks/attention.py times it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from benchmarks.sm90 import CUDA, FLOOR, relative
 from fx_fuser.kernels import attention
 
 SHAPES = tuple(range(len(attention.SHAPES)))
-MOST = 1.5  # times torch's error, where that is above FLOOR
-FEW = 4096  # results, below which errors are chance, and attention_bounds says what passes
+MOST = 1.5  # times torch's error, if that is above FLOOR
+FEW = 4096  # with fewer results errors are random, and attention_bounds decides
 LAYOUTS = ("bhld", "blhd", "hbld")  # the order of memory, d last
 
 
@@ -38,8 +38,8 @@ class Sizes:
 def heads(
     batches: int, count: int, rows: int, d: int, layout: str = "bhld", gap: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """[B, H, L, D] in that order of memory, with NaN in gaps of 4 · gap elements and around it;
-    and all of that memory."""
+    """[B, H, L, D] with this memory order, amid NaN, with gaps of 4 · gap elements; and all of that
+    memory."""
     sizes = {"b": batches, "h": count, "l": rows}
     lines = [sizes[name] for name in layout[:3]]
     whole = torch.full((*lines[:2], lines[2] + 1, d + 4 * gap), float("nan"), device=CUDA)
@@ -53,7 +53,7 @@ def filled(made: tuple[Tensor, Tensor], values: Tensor | None = None) -> Tensor:
 
 
 def of_query_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values as often as query heads share them."""
+    """Keys and values, repeated for each query head."""
     group = q.shape[1] // k.shape[1]
     return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
@@ -61,7 +61,7 @@ def of_query_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 def exact(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """In float64, and the logarithm of each row's sum. factors: dropout's, of each weight."""
+    """out in float64, and the logarithm of each row's sum. factors: dropout's, per weight."""
     q, k, v = (t.double() for t in of_query_heads(q, k, v))
     logits = q @ k.mT * scale
     if causal:
@@ -88,12 +88,12 @@ def judge(
     layout: str = "bhld",
     with_lse: bool = True,
 ) -> None:
-    """Runs the kernel: is its error at most MOST times torch's, and nothing else written?"""
+    """Runs the kernel. Fails if its error exceeds MOST times torch's, or if it writes elsewhere."""
     batches, count, queries, d = q.shape
     out, whole = heads(batches, count, queries, d, layout, gap=1)
     whole.fill_(SENTINEL)
     out.fill_(float("nan"))
-    rows = -(-queries // 32) * 32  # as torch has them
+    rows = -(-queries // 32) * 32  # padded as torch's
     lse = torch.full((batches, count, rows), float("nan"), device=CUDA) if with_lse else None
     if not kernels.attention_split(attention.spec_of(shape), q, k, v, out, lse, scale, causal):
         failures.append(f"{what}: refused")
@@ -155,7 +155,7 @@ def one(shape: int, queries: int, keys: int, count: int = 1) -> tuple[Tensor, Te
 
 
 def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
-    """Data that a careless softmax, or careless halves, get wrong."""
+    """Data for which a naive softmax, or naive halves, are wrong."""
     torch.manual_seed(5)
     d = attention.SHAPES[shape][0]
     q, k, v = one(shape, 66, keys)
@@ -180,7 +180,7 @@ def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
 
 
 def one_key(failures: list[str], shape: int) -> None:
-    """Softmax over one key is 1: the value comes out, as its halves have it."""
+    """Softmax over one key is 1: out is the value, as accurate as its halves."""
     q, k, v = one(shape, 5, 1)
     for causal in (False, True):
         out = made(shape, q, k, v, causal)
@@ -198,8 +198,8 @@ def special_values(failures: list[str], shape: int) -> None:
 
 
 def few_last_keys(failures: list[str], shape: int) -> None:
-    """A small element in a last tile of few keys costs no other column its halves. Columns that
-    halves lose are made again nevertheless."""
+    """A small element in a last tile of few keys does not send other columns to the fp32 repair.
+    Columns that halves lose are still repaired."""
     torch.manual_seed(8)
     _, _, tile = attention.SHAPES[shape]
     small, large = 3, 5  # columns

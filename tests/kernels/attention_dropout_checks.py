@@ -1,5 +1,5 @@
-"""Checks of dropout in attention by fp16 halves, forward and backward, against torch's formula with
-the same weights dropped."""
+"""Checks of dropout in the split attention, forward and backward, against torch's formula with the
+same weights dropped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def factors_of(q: Tensor, k: Tensor, seed: Tensor, dropout: float) -> Tensor:
 def expected(
     operands: list[Tensor], scale: float, causal: bool, factors: Tensor, wide: bool
 ) -> list[Tensor]:
-    """NAMES of each query head, by torch; wide: in float64."""
+    """NAMES per query head, by torch. wide: in float64."""
     *tensors, d_out = operands
     leaves = [
         (t.double() if wide else t.clone()).detach().requires_grad_()
@@ -60,7 +60,7 @@ def made(
     operands: list[Tensor], scale: float, causal: bool, seed: Tensor, dropout: float,
     layout: str = "bhld", gap: int = 0,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
-    """NAMES by the kernels, the memory that each of them lies in, and lse."""
+    """NAMES by the kernels, the memory around each, and lse."""
     q, k, v, d_out = operands
     batches, count, queries, d = q.shape
     rows = (queries, queries, k.shape[2], k.shape[2])
@@ -81,13 +81,13 @@ def judge(
     failures: list[str], what: str, operands: list[Tensor], causal: bool, scale: float,
     seed: Tensor, dropout: float, layout: str = "bhld",
 ) -> None:  # fmt: skip
-    """Is no error above MOST times that of torch's formula, and nothing else written?"""
+    """Fails if an error exceeds MOST times torch's, or if a kernel writes elsewhere."""
     q, k, v, d_out = operands
     factors = factors_of(q, k, seed, dropout)
     found, memory, lse = made(operands, scale, causal, seed, dropout, layout, gap=1)
     wanted, usual = (expected(operands, scale, causal, factors, wide) for wide in (True, False))
-    of_lse = 2**-24.5 * float(lse.abs().max())  # as attention_backward_checks has it
-    # Of a few values that are kept an error is chance.
+    of_lse = 2**-24.5 * float(lse.abs().max())  # as in attention_backward_checks
+    # With few kept values errors are random.
     is_small = min(q.shape[2], k.shape[2]) * q.shape[3] * (1 - dropout) < FEW
     tensors = of_query_heads(q, k, v)
     bounds = [
@@ -113,7 +113,7 @@ def judge(
 
 
 def sweep(failures: list[str], cases: int, seed: int, most: int = 515) -> None:
-    """Random sizes, strides, seeds and shares."""
+    """Random sizes, strides, seeds and drop probabilities."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     for case in range(cases):
@@ -140,7 +140,7 @@ def one(queries: int, keys: int, count: int = 1) -> list[Tensor]:
 
 
 def lengths(failures: list[str]) -> None:
-    """Queries all whose keys are dropped, keys that all queries drop or that none sees."""
+    """Queries whose keys are all dropped, keys that all queries drop or that no query sees."""
     torch.manual_seed(6)
     for queries, keys, causal in ((70, 1, False), (20, 20, True), (3, 130, True), (130, 3, False)):
         for share in SHARES:
@@ -149,7 +149,7 @@ def lengths(failures: list[str]) -> None:
 
 
 def one_key(failures: list[str]) -> None:
-    """Its value times the factor, or nothing at all."""
+    """With one key, out is its value times the factor, or zero."""
     operands, seed = one(70, 1), seed_of(3)
     (out, *_), _, _ = made(operands, 0.125, False, seed, 0.5)
     wanted = factors_of(operands[0], operands[1], seed, 0.5).float() * operands[2]
@@ -158,14 +158,14 @@ def one_key(failures: list[str]) -> None:
 
 
 def dropped_queries(failures: list[str]) -> None:
-    """A query all of whose keys are dropped has no other's results made again in fp32: no bit of
+    """A query whose keys are all dropped does not cause others to be repaired in fp32: no bit of
     theirs changes."""
     torch.manual_seed(8)
     operands = one(20, 20)
 
     def first(of_first: bool) -> Tensor:
-        """A seed by which the second causal query keeps both its keys, each later one some of its
-        keys, and the first its one, or not."""
+        """A seed with which the second causal query keeps both of its keys, each later one some of
+        its keys, and the first one keeps its only key, or not."""
         for number in range(1000):
             seed = seed_of(number)
             kept = (factors_of(operands[0], operands[1], seed, 0.5)[0, 0] != 0).tril().sum(-1)
@@ -188,7 +188,7 @@ def dropped_queries(failures: list[str]) -> None:
 
 
 def repaired(failures: list[str]) -> None:
-    """What is made again in fp32 drops the same weights: of small channels each is as exact."""
+    """The fp32 repair drops the same weights: small channels are as accurate as others."""
     torch.manual_seed(5)
     q, k, v, d_out = one(66, 70)
     for t in (q, k, v, d_out):
@@ -206,7 +206,7 @@ def repaired(failures: list[str]) -> None:
 
 
 def refusals(failures: list[str]) -> None:
-    """Shares that round to none, or are above what kernels drop."""
+    """Drop probabilities that round to zero, or exceed the kernels' maximum."""
     q, k, v, d_out = one(9, 9)
     lse, seed = torch.zeros(1, 1, 9, device=CUDA), seed_of(0)
     for share in (1e-6, 0.98, 1.0, float("nan")):

@@ -1,5 +1,5 @@
-"""Data that halves do not hold: infinities, NaN, numbers beyond their scales. Attention's results
-are then those of fp32 arithmetic, in which a hidden key or query is none at all."""
+"""Data that halves cannot represent: infinities, NaN, numbers out of range. Attention's results are
+then those of fp32 arithmetic that skips hidden keys and queries."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def visible(queries: int, keys: int, causal: bool, device: torch.device) -> Tens
 
 
 def _product(left: Tensor, right: Tensor, seen: Tensor) -> Tensor:
-    """left · right over what is seen, as if there were no more: 0 times an infinity is no term."""
+    """left · right over visible terms only: 0 times an infinity does not occur."""
     return torch.where(seen[..., None], left[..., None] * right[..., None, :, :], 0).sum(-2)
 
 
 def reference(operands: Operands, causal: bool) -> dict[str, Tensor]:
-    """out, dq, dk and dv of single heads, in the operands' type, by the kernels' formulas."""
+    """out, dq, dk and dv of single heads, in the operands' type, with the kernels' formulas."""
     q, k, v, d_out = operands
     seen = visible(q.shape[-2], k.shape[-2], causal, q.device)
     logits = torch.where(seen, q @ k.mT * SCALE, float("-inf"))
@@ -128,14 +128,14 @@ def cases(d: int, device: torch.device) -> Iterator[tuple[str, Operands]]:
 
 
 def _bounds(operands: Operands, causal: bool) -> dict[str, Tensor]:
-    """Of errors of results that are finite."""
-    # A key whose logit is minus infinity has no weight, and neither has it with a large number.
+    """Bounds of the errors of finite results."""
+    # A key whose logit is -inf has no weight, nor does one with a large negative logit.
     q, k, v, d_out = (t.nan_to_num(0, 1e6, -1e6) for t in operands)
     found = [
         attention_bounds.of_result(q, k, v, SCALE, causal),
         *attention_bounds.of_gradients(q, k, v, d_out, SCALE, causal),
     ]
-    # A weight below 2^-40 may be nothing: a key that all queries disregard.
+    # A weight below 2^-40 may become zero: a key to which no query attends.
     found[-1] = found[-1] + 2**-39 * d_out.double().abs().sum(-2, keepdim=True)
     bounds = (t.nan_to_num(0, 0, 0) for t in found)  # logits may overflow
     return dict(zip(("out", "dq", "dk", "dv"), bounds))
@@ -143,7 +143,7 @@ def _bounds(operands: Operands, causal: bool) -> dict[str, Tensor]:
 
 def compare(failures: list[str], what: str, ours: Tensor, operands: Operands, causal: bool,
             name: str) -> None:  # fmt: skip
-    """The same infinities and NaN as in fp32 arithmetic; else as exact, by rows and by columns."""
+    """Requires the infinities and NaN of fp32 arithmetic, and its accuracy per row and column."""
     usual = reference(operands, causal)[name]
     finite = usual.isfinite()
     found, wanted = (t.nan_to_num(0, 1, -1)[~finite] for t in (ours, usual))

@@ -1,8 +1,8 @@
-"""What the checks of kernels share: data, memory for results, comparisons, repeated launches.
+"""Shared by the checks of kernels: data, memory for results, comparisons, repeated launches.
 
-A check appends to the list `failures` that it is given. Tests call it on a GPU (test_<kernel>.py)
-and on the CPU emulator (test_emulated_*.py) alike. This folder has no __init__.py: with one,
-transformers would take it for Hugging Face's package `kernels`.
+A check appends to the list `failures`, its argument. Tests run it on a GPU (test_<kernel>.py) and
+on the CPU emulator (test_emulated_*.py). This folder has no __init__.py: with one, transformers
+would mistake it for Hugging Face's package `kernels`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.sm90 import CUDA, GUESSED, relative
 
-SENTINEL = 12345.0  # beside results, where nothing may be written
+SENTINEL = 12345.0  # around results, where nothing may be written
 Sizes = Callable[[random.Random], tuple[int, int, int]]  # m, n, K
 
 
@@ -45,7 +45,7 @@ def random_operand(m: int, n: int, dtype: torch.dtype, choose: random.Random) ->
 
 
 def misleading(n: int, k: int) -> Iterator[tuple[str, Tensor]]:
-    """Weights whose first columns say little of the others."""
+    """Weights whose first columns are a bad guess for the others."""
     for what, factor, every in (
         ("first columns zero", 0.0, 1),
         ("first columns zero in some rows", 0.0, 150),
@@ -72,14 +72,14 @@ def small_sizes(choose: random.Random) -> tuple[int, int, int]:
 
 
 def framed_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Poison where a matrix, or a batch of them, goes, in a frame of sentinels: frame, matrix."""
+    """A poisoned matrix, or batch of matrices, in a frame of sentinels. Returns (frame, matrix)."""
     *lead, m, n = shape
     frame = torch.full((*lead, m + 2, n + 5), SENTINEL, device=CUDA, dtype=dtype)
     return frame, frame[..., 1:-1, 3 : 3 + n].fill_(float("nan"))
 
 
 def is_untouched(frame: Tensor, result: Tensor) -> bool:
-    """Is all of the frame but the result as it was? Overwrites the result."""
+    """Whether the frame around the result is unchanged. Overwrites the result."""
     result.fill_(SENTINEL)
     return bool((frame == SENTINEL).all())
 
@@ -94,8 +94,8 @@ def judge(
     failures: list[str], what: str, checked: Iterable[tuple[Tensor, Tensor, Tensor, str]],
     small: float,
 ) -> None:  # fmt: skip
-    """Of each result, ours, the exact one, torch's and its name: is our error at most twice
-    torch's, or `small`?"""
+    """Fails unless our error is at most twice torch's, or `small`, for each result: ours, the exact
+    one, torch's, and its name."""
     for ours, exact, torchs, name in checked:
         error, bound = error_of(ours, exact), max(2 * error_of(torchs, exact), small)
         if not error <= bound:
@@ -103,7 +103,7 @@ def judge(
 
 
 def as_ieee(what: str, ours: Tensor, exact: Tensor, most: float, failures: list[str]) -> None:
-    """The same infinities and NaN as in the exact result, and an error of `most` where finite."""
+    """Whether infinities and NaN are the exact result's, and the error elsewhere at most `most`."""
     finite = exact.isfinite()
     found, wanted = (v.nan_to_num(0, 1, -1)[~finite] for v in (ours, exact))
     if not torch.equal(ours.isfinite(), finite) or not torch.equal(found, wanted):
@@ -125,7 +125,7 @@ def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def replays_agree(graph: torch.cuda.CUDAGraph, results: Sequence[Tensor], times: int) -> bool:
-    """Does each replay write these bits again?"""
+    """Whether each replay writes the same bits."""
     first = [value.clone() for value in results]
     differ = torch.zeros((), dtype=torch.bool, device=CUDA)
     for _ in range(times):
@@ -138,7 +138,7 @@ def replays_agree(graph: torch.cuda.CUDAGraph, results: Sequence[Tensor], times:
 def agree_over_two_streams(
     step: Callable[[], Sequence[Tensor]], first: Sequence[Tensor], times: int
 ) -> bool:
-    """Do launches over two streams at once give these bits, every one?"""
+    """Whether all launches over two concurrent streams give these bits."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     differ = [torch.zeros((), dtype=torch.bool, device=CUDA) for _ in streams]
     torch.cuda.synchronize()

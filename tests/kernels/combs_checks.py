@@ -1,4 +1,4 @@
-"""Checks of the gemm of unaligned operands by TMA: benchmarks/unaligned.py times it."""
+"""Checks of the comb gemm (unaligned operands by TMA); benchmarks/unaligned.py times it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FORMS = ((1, 1), (1, 0), (0, 0))  # are k adjacent in x, in the weight
 def matrix(
     rows: int, columns: int, along: int, dtype: torch.dtype, pitch: int, ahead: int
 ) -> Tensor:
-    """[rows, columns], columns adjacent if `along`, else rows; beside NaN. pitch: further elements
-    to the next line."""
+    """[rows, columns] amid NaN; columns are adjacent if `along`, else rows. pitch: extra elements
+    per line."""
     lines, length = (rows, columns) if along else (columns, rows)
     storage = torch.full((ahead + lines * (length + pitch) - pitch,), float("nan"), dtype=dtype)
     made = storage.to(CUDA).as_strided((lines, length), (length + pitch, 1), ahead)
@@ -109,7 +109,7 @@ def run(
 
 
 def special_values(failures: list[str]) -> None:
-    """Infinities and NaN are where an exact gemm has them, and nowhere else."""
+    """Infinities and NaN are exactly where an exact gemm has them."""
     for form in FORMS:
         dtype = torch.bfloat16
         n = 45 if form[1] else 48
@@ -144,8 +144,8 @@ def repeats(failures: list[str], times: int = 100) -> None:
 
 
 def last_lines(failures: list[str], count: int, length: int, few: int = 16) -> None:
-    """Of a large matrix, the result or x, the last lines count as they do alone. Of small integers
-    sums are exact. few: a multiple of 8, so that the lines are of the same combs."""
+    """The last lines of a large matrix, the result or x, give the same as they do alone. With small
+    integers sums are exact. few: a multiple of 8, so that lines are in the same combs."""
 
     def integers(*size: int) -> Tensor:
         return torch.randint(-2, 3, size, device=CUDA).bfloat16()

@@ -58,7 +58,7 @@ def errors(
     exact: tuple[Tensor, ...],
     usual: tuple[Tensor, ...] | None = None,
 ) -> list[float]:
-    """Relative Frobenius errors. usual: what has the size to which they are relative, if larger."""
+    """Frobenius errors, relative to `exact` or, if its norm is larger, to `usual`."""
     return [
         float((f.double() - e).norm() / torch.maximum(e.norm(), u.norm()).clamp_min(1e-300))
         if f.numel()
@@ -68,10 +68,10 @@ def errors(
 
 
 def bounds(eagers: list[float], dtype: torch.dtype) -> list[float]:
-    """How large errors may be beside eager's, in the order of NAMES.
+    """The largest errors allowed, given eager's, in the order of NAMES.
 
-    In 16 bits those of dx and dweight are what rounding leaves, and no larger than eager's; the
-    others are sums, which eager takes in float32, too.
+    In 16 bits dx and dweight have only the error of rounding the result, about as eager; the
+    others are sums, which eager computes in float32, too.
     """
     factors = (2, 2, 2, 2) if dtype == torch.float32 else (1.1, 1.1, 4, 4)
     return [max(factor * error, 6e-7) for factor, error in zip(factors, eagers)]
@@ -117,7 +117,7 @@ def accuracy(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
             continue
         for mode in ("training", "evaluation"):
             if mode == "evaluation" and name.startswith("gradients that are mostly"):
-                continue  # of statistics that are the batch's own, dgamma is what rounding leaves
+                continue  # their statistics are the batch's own, so that dgamma is only rounding
             problem = of_training
             if mode == "evaluation":
                 mean, variance = problem.statistics()
@@ -156,7 +156,7 @@ def sweep(
             continue
         problem = random_problem(x, weight, padding, choose.choice(MODES), choose)
         exact = problem.in_torch(torch.float64)
-        # dy begins anywhere; poison where results go, sentinels beside them.
+        # dy begins at any element; NaN where results go, sentinels around them.
         skew = choose.choice((0, 0, 1, 2, 3))
         memory = x.new_empty(problem.dy.numel() + skew)
         memory[skew:] = problem.dy.flatten()
@@ -168,7 +168,7 @@ def sweep(
         sums = run(problem, dx if with_dx else None, dweight if with_dweight else None)
         none = x.new_zeros(0)
         found = (dx if with_dx else none, dweight if with_dweight else none, *sums)
-        # A sum for one channel, say, may happen to be nearly zero: other gradients' is not, too.
+        # A sum, e.g. for one channel, may happen to be nearly zero; that of other dy is not, too.
         others = replace(problem, dy=torch.randn_like(problem.dy)).in_torch(torch.float64)
         eagers = errors(problem.in_torch(dtype), exact, others)
         what = (
@@ -181,7 +181,7 @@ def sweep(
         of_case = errors(found, exact, others)
         for name, error, other in zip(NAMES, of_case, eagers):
             if problem.mode == "training" and values < 64:
-                continue  # what is left of larger numbers
+                continue  # larger terms cancel
             if not error <= _allowed(other, dtype, name):
                 failures.append(f"{what}, {name}: error {error:.2e} v {other:.2e}")
 
@@ -189,7 +189,7 @@ def sweep(
 def special_values(
     failures: list[str], dtype: torch.dtype = torch.float32, size: tuple[int, int] = (40, 50)
 ) -> None:
-    """Infinities and NaN in dy come out as such, and where they must. size: of the images."""
+    """Infinities and NaN in dy reach the gradients that they must. size: of the images."""
     far = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.manual_seed(0)
     x, weight = torch.randn(2, 8, *size, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
@@ -223,9 +223,9 @@ _FACTORS = (
 
 
 def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Gradients whose sums, or factors whose products, leave float's range where dz does not.
+    """Sums of gradients, or products of factors, that leave float's range although dz does not.
 
-    A zero as the other factor of an infinity then makes NaN of what is zero.
+    An infinity times a factor of zero would give NaN where the gradient is zero.
     """
     torch.manual_seed(0)
     count = 70
@@ -238,7 +238,7 @@ def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> 
     ):
         if math.prod(factors) * of_dy > largest:
             continue
-        if dtype == torch.float16 and factors[2] != 1:  # which its other channels cannot hold
+        if dtype == torch.float16 and factors[2] != 1:  # would overflow the other channels
             continue
         x = torch.randn(2, 3, 13, 11, device=CUDA)
         weight = torch.randn(count, 3, *window, device=CUDA) * 0.1
@@ -265,7 +265,7 @@ def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> 
 
 
 def extreme_variances(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Gradients in training where 1 / variance times them leaves float's range, and dx does not."""
+    """Training, where 1 / variance times dy leaves float's range, although dx does not."""
     if dtype == torch.float16:  # cannot hold them
         return
     torch.manual_seed(0)
@@ -273,7 +273,7 @@ def extreme_variances(failures: list[str], dtype: torch.dtype = torch.float32) -
         x = torch.randn(2, 3, 13, 11, device=CUDA) * of_x
         weight = torch.randn(70, 3, 1, 1, device=CUDA)
         c = convolve(x, weight, NONE)
-        # Along c: the part of dx that the variance makes is then as large as the others.
+        # Along c, so that the term of dx from the variance is as large as the others.
         dy = (c.sign() + 0.5 * torch.randn_like(c)) * of_dy
         problem = Problem(x, weight, dy).to(dtype)
         exact = problem.in_torch(torch.float64)
@@ -289,7 +289,7 @@ def extreme_variances(failures: list[str], dtype: torch.dtype = torch.float32) -
 
 
 def refusals(failures: list[str]) -> None:
-    """What the kernels do not take they leave alone, and say so."""
+    """Calls that the kernels do not take are reported, and nothing is written."""
 
     def attempt(problem: Problem) -> bool:
         dweight = torch.empty_like(problem.weight, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Convolutions to check kernels with: data families, sizes and operands at random."""
+"""Convolutions to check kernels with: data families, random sizes and operands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def families(x: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[tuple[str,
 
 
 def framed(like: Tensor, dtype: torch.dtype, before: int) -> tuple[Tensor, Tensor]:
-    """Poisoned memory for a result of this form, and the memory that it lies in."""
+    """A result like `like`, filled with NaN, and the memory with sentinels around it."""
     frame = torch.full((before + like.numel() + 64,), SENTINEL, device=like.device, dtype=dtype)
     result = frame[before:-64].as_strided(like.shape, like.stride())
     return result.fill_(float("nan")), frame
@@ -40,7 +40,7 @@ def framed(like: Tensor, dtype: torch.dtype, before: int) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Results:
-    """Poisoned tensors for a kernel to fill: the result, framed, and perhaps the convolution."""
+    """Tensors of NaN for a kernel to fill: the result, between sentinels, and perhaps c."""
 
     out: Tensor
     frame: Tensor
@@ -62,7 +62,7 @@ class Results:
         return cls(out, frame, before, c)
 
     def faults(self, exact: Tensor, exact_c: Tensor, most: float, most_of_c: float) -> list[str]:
-        """What is wrong with them; most: how large errors may be."""
+        """Descriptions of what is wrong; most: the largest errors allowed."""
         found = []
         around = (self.frame[: self.before], self.frame[-64:])
         if not all(bool((part == SENTINEL).all()) for part in around):
@@ -91,13 +91,13 @@ def random_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def small_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
-    """For the sanitizers, under which all is slow."""
+    """For the sanitizers, under which everything is slow."""
     return _random_case(choose, dtype, 12, (30, 270), 70, 2)
 
 
 def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
-    """Of as few values as are cut in another way where a block has many units: into wide units of
-    statistics (a stem's are of half rows) or, in 16 bits, units that share slots."""
+    """So few values that the kernel divides them otherwise when a block has many units: into wide
+    units of statistics (a stem's are half rows) or, in 16 bits, units that share slots."""
     gpu = torch.cuda.get_device_properties(CUDA)
     out_bytes = choose.choice((0, 2)) if dtype.itemsize == 2 else 0
     is_stem = out_bytes == 0 and choose.random() < 0.3

@@ -39,7 +39,7 @@ HALF_EXAMPLES = (
 
 
 def accuracy(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """On the contract's data, of c and of what training makes of it."""
+    """On the accuracy contract's data: of c, and of c normalised as in training."""
     for x_shape, weight_shape in (
         ((4, 8, 128, 128), (64, 8, 3, 3)),
         ((8, 3, 65, 71), (32, 3, 4, 4)),
@@ -48,10 +48,10 @@ def accuracy(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
             x, weight = (v.to(dtype) for v in drawn)
             exact = F.conv2d(x.double(), weight.double())
             ours, eager = run(of_dtype(IDENTITY, dtype), x, weight), F.conv2d(x, weight)
-            if not eager.isfinite().all():  # beyond fp16
+            if not eager.isfinite().all():  # overflow in fp16
                 continue
             error, other = relative(ours, exact), relative(eager, exact)
-            # Of the normalised values, which a large mean takes digits from: what training gives.
+            # Training: the normalised values, which lose digits where the mean is large.
             norm = nn.BatchNorm2d(len(weight), device=CUDA)
             vectors = [*statistics(x, weight), norm.weight.detach(), norm.bias.detach()]
             operands = [*(v.view(-1, 1, 1) for v in vectors), torch.ones((), device=CUDA)]
@@ -94,7 +94,7 @@ def sweep(
             f"case {case}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
             f"{', '.join(example.spec.signature)}, operands {[tuple(t.shape) for t in operands]}"
         )
-        # Rounding to the result's dtype, and the epilogue's own few roundings, are no error here.
+        # Rounding to the result's dtype and the epilogue's own roundings do not count as errors.
         found = results.faults(exact, exact_c, ROUNDED[example.out], ROUNDED[example.x])
         failures += [f"{what}: {fault}" for fault in found]
         mean, var = statistics(x, weight, padding)
@@ -114,7 +114,7 @@ def special_values(
 ) -> None:
     """Infinities, NaN, zeros, denormals and extremes, as a convolution of this dtype gives them.
 
-    size: of most images, 21 at least. wide: x of statistics of wide units.
+    size: of most images, at least 21. wide: an x whose statistics are computed in wide units.
     """
 
     def pair() -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ def special_values(
         return x.to(dtype), weight.to(dtype)
 
     def same(what: str, x: Tensor, weight: Tensor, padding: Padding = NONE) -> None:
-        # Where the convolution is wanted too, another kernel makes both.
+        # Where c is stored too, another kernel is used.
         alone = run(of_dtype(IDENTITY, dtype), x, weight, padding)
         also = torch.empty_like(alone)
         beside = run(of_dtype(IDENTITY, dtype), x, weight, padding, c=also)
@@ -130,7 +130,7 @@ def special_values(
             same_as_exact(f"{what}, {way}, {dtype}", ours, x, weight, padding)
 
     def same_as_exact(what: str, ours: Tensor, x: Tensor, weight: Tensor, padding: Padding) -> None:
-        # On the CPU, as plain multiplications: fast algorithms spread an infinity around.
+        # On the CPU, by plain products: fast algorithms spread an infinity to other elements.
         windows = F.unfold(F.pad(x.double(), padding), weight.shape[2:])
         products = weight.flatten(1).double() @ windows
         exact = products.view(ours.shape).to(dtype)
@@ -174,7 +174,7 @@ def special_values(
     mean, var = statistics(x, weight)
     if not bool(mean.isnan().all() and var.isnan().all()):
         failures.append(f"statistics of a NaN are not NaN, {dtype}")
-    # In wide units a lane has 122 values, no power of two.
+    # In wide units a lane has 122 values, not a power of two.
     for flat in (torch.full_like(x, 3.0), x.new_full(wide, 3.0)):
         mean, var = statistics(flat, torch.ones_like(weight))
         if not bool((mean == 216).all() and (var == 0).all()):
@@ -182,7 +182,7 @@ def special_values(
 
 
 def graphs_and_repeats(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
+    """Replays follow the tensors; launches, also on two streams, agree bit for bit."""
     swish = of_dtype(SWISH, dtype)
     x = torch.randn(5, 8, 130, 128, device=CUDA).to(dtype)
     weight = torch.randn(64, 8, 3, 3, device=CUDA).to(dtype)

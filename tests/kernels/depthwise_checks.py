@@ -19,7 +19,7 @@ from benchmarks.sm90 import CUDA, relative
 
 
 def _examples() -> list[tuple[Example, Window]]:
-    """Every window in every dtype, by turns with operands of any shape and a BatchNorm's."""
+    """Every window in every dtype, alternately with operands of any shape and a BatchNorm's."""
     found = []
     for i, window in enumerate(WINDOWS):
         for j, dtype in enumerate(DTYPES):
@@ -85,7 +85,7 @@ def sweep(failures: list[str], cases: int, seed: int, side: int = 90) -> None:
 
 
 def special_values(failures: list[str], dtype: torch.dtype) -> None:
-    """Infinities, NaN and denormals at edges and inside, as IEEE's products give them."""
+    """Infinities, NaN and denormals at edges and inside, as IEEE products give them."""
     inf, nan = float("inf"), float("nan")
 
     def same(what: str, x: Tensor, weight: Tensor, window: Window, padding: Padding) -> None:
@@ -111,7 +111,7 @@ def special_values(failures: list[str], dtype: torch.dtype) -> None:
         for n, i, j, value in ((0, 0, 0, inf), (1, 16, 29, -inf), (2, 0, 29, nan), (0, 16, 9, inf)):
             x[n, (3 * i + j) % 10, i, j] = value
         same("in x", x, weight, window, padding)
-        none = (0, 0, 0, 0)  # what weights times padding are is the library's choice, too
+        none = (0, 0, 0, 0)  # the library, too, may or may not multiply padding
         weight[5, 0, 1, 1], weight[9, 0, 2, 0], weight[0, 0, 0, 0] = inf, nan, -inf
         same("in both", x, weight, window, none)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fx_fuser.graph.epilogue import ANCHOR_DTYPES, Epilogue, Step
 from fx_fuser.graph.read.operations import OPS
 
-# op → how many values it takes. A letter is what one may be: v any, s a number, none left out.
+# op → the forms of its arguments, a letter each: v any value, t a tensor, s a number.
 FORMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OPS, ("v",)),
     **dict.fromkeys(("add", "sub", "rsub"), ("vv", "vvs")),
@@ -56,7 +56,7 @@ def every_step(op: str) -> Iterator[Step]:
 
 
 class Maker:
-    """Makes epilogues of one seed. ops: that may occur."""
+    """Makes random epilogues from a seed, of these ops."""
 
     def __init__(self, seed: int, ops: Sequence[str] = tuple(OPS)) -> None:
         self.draw = random.Random(seed)
@@ -73,7 +73,7 @@ class Maker:
         return f"t{self.tensors - 1}"
 
     def step(self, made: Sequence[str], op: str = "", holding: str = "") -> Step:
-        """A step over the values made, z among them; holding: one of them, that it must read."""
+        """A step over the values so far, including z; holding: a value that it must read."""
         op = op or self.draw.choice(self.ops)
         args: list[str | None] = []
         for letter in self.draw.choice(FORMS[op]):

@@ -1,4 +1,4 @@
-"""What the kernel of a head's loss is checked for, on a GPU and on the CPU emulator alike."""
+"""Checks of the kernel of a head's loss, on a GPU and on the CPU emulator."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ TAILS = (
     Tail(smoothing=0.1),
 )
 INF = torch.inf
-# What exp, log and a sum of V terms in fp32 are off by, of a loss or a gradient of size 1: exp by
-# 2^-22 and, of a difference of logits below 2^7, by 2^-17, an n-th term's rounding by 2^-24 / n.
+# The error of a loss or a gradient of size 1 from exp, log and a sum of V terms in fp32: 2^-22 of
+# exp, 2^-17 of its argument (a difference of logits below 2^7), 2^-24 / n of adding the n-th term.
 LOSS = 2.0**-16
 
 
 def logits_of(rows: int, columns: int, dtype: torch.dtype, size: float = 2.0) -> Tensor:
-    """Random, in rows as the op has them; what lies behind the columns nobody may read."""
+    """Random logits, in rows of the op's pitch; NaN after the columns, which must not be read."""
     made = torch.full((rows, width_of(columns)), torch.nan, device=CUDA, dtype=dtype)
     made[:, :columns] = torch.randn(rows, columns, device=CUDA) * size
     return made
 
 
 def labels_of(rows: int, columns: int, choose: random.Random) -> Tensor:
-    """At the ends, too, and some that do not count."""
+    """Labels, including the first and last columns, and some that are ignored."""
     taken = (0, columns - 1, IGNORED, choose.randrange(columns), choose.randrange(columns))
     return torch.tensor([choose.choice(taken) for _ in range(rows)], device=CUDA)
 
@@ -65,7 +65,7 @@ def _compare(
     failures: list[str], what: str, logits: Tensor, labels: Tensor, columns: int, scale: float,
     tail: Tail = PLAIN,
 ) -> None:  # fmt: skip
-    """Against float64, of the logits as they are."""
+    """Against float64, from the logits as rounded to their dtype."""
     dtype = logits.dtype
     exact, gradient = _exact(logits, labels, columns, scale, tail)
     made, losses = logits.clone(), torch.full(labels.shape, SENTINEL, device=CUDA)
@@ -89,8 +89,8 @@ def _compare_losses(failures: list[str], what: str, losses: Tensor, exact: Tenso
 def _compare_gradients(
     failures: list[str], what: str, made: Tensor, exact: Tensor, scale: float, tail: Tail
 ) -> None:
-    # One rounding of the result, and those of exp, of a difference of logits below 2^7, and of the
-    # sum: in fp32, of terms of at most 1, times what the tail's slope may be.
+    # The result's rounding, and the errors of exp and the sum (LOSS): in fp32, of terms of at most
+    # 1, times the largest slope of the tail.
     most = scale * abs(tail.before) * max(abs(tail.after), 1.0)
     off = (made - exact).abs() / (torch.finfo(made.dtype).eps * exact.abs() + most * LOSS)
     if not _is_within(off, made, exact, 1.0):
@@ -98,7 +98,7 @@ def _compare_gradients(
 
 
 def _kept(logits: Tensor, columns: int, pitch: int, begin: int) -> Tensor:
-    """The same logits in rows of this pitch, from this element of memory on; the rest is NaN."""
+    """The same logits with this pitch, from this element of a memory of NaN on."""
     rows = logits.shape[0]
     memory = torch.full((begin + rows * pitch,), torch.nan, device=CUDA, dtype=logits.dtype)
     made = memory[begin:].view(rows, pitch)[:, :columns]
@@ -109,7 +109,7 @@ def _compare_kept(
     failures: list[str], what: str, logits: Tensor, labels: Tensor, columns: int, scale: float,
     tail: Tail = PLAIN,
 ) -> None:  # fmt: skip
-    """The kernels of logits that stay, by vectors and by elements, against float64."""
+    """The kernels that keep the logits, reading vectors and elements, against float64."""
     exact, gradient = _exact(logits, labels, columns, scale, tail)
     spec, pitch = spec_of(logits.dtype, tail), logits.shape[1]
     for form in ((pitch, 0), (pitch, 1), (columns, 0), (columns + 3, 5)):
@@ -130,7 +130,7 @@ def _compare_kept(
 def _compare_parts(
     failures: list[str], what: str, logits: Tensor, labels: Tensor, columns: int, tail: Tail
 ) -> None:
-    """The gradient where log-sum-exp and losses have one each: of rows without a label, too."""
+    """The gradient, given those of log-sum-exp and of losses, also of rows without a label."""
     counts = labels != IGNORED
     of_lse, of_loss = (torch.randn(labels.shape, device=CUDA) for _ in range(2))
     of_loss = torch.where(counts, of_loss, 0.0)
@@ -151,7 +151,7 @@ def _compare_parts(
 
 
 def _is_within(off: Tensor, made: Tensor, exact: Tensor, most: float) -> bool:
-    """Infinities and NaN where the exact values have them."""
+    """Within `most` (infinities and NaN where the exact values have them)."""
     alike = (made.isnan() & exact.isnan()) | (made == exact)
     return bool((alike | (off <= most)).all())
 

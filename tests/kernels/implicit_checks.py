@@ -20,7 +20,7 @@ from benchmarks.stem import rounded
 
 
 def _examples() -> list[tuple[Example, Form]]:
-    """Each number of columns with and without a window, by turns with each epilogue."""
+    """Each number of columns with and without a window, with each epilogue in turn."""
     epilogues = ((NORM, 5), (NORM, 4), (OPERANDS, 0), (SWISH, 0), (OPERANDS, 1))
     found = []
     for i, columns in enumerate(COLUMNS):
@@ -66,7 +66,7 @@ def _drawn(
     )
     shape = choose.randint(1, 9), channels, h, w
     x = torch.randn(shape, device=CUDA).to(dtype, memory_format=LAST)
-    if choose.random() < 0.2:  # some of a pixel's channels, of a wider image's inside
+    if choose.random() < 0.2:  # a slice of the channels and pixels of a larger image
         wide = F.pad(x, (2, 1, 0, 3, 8, 16)).contiguous(memory_format=LAST)
         x = wide[:, 8 : 8 + channels, :h, 2 : 2 + w]
     fan_in = channels * kernel[0] * kernel[1]
@@ -120,12 +120,12 @@ def sweep(failures: list[str], cases: int, seed: int, side: int = 60) -> None:
 
 
 def special_values(failures: list[str], dtype: torch.dtype) -> None:
-    """Infinities and NaN at edges and inside, and denormals, as IEEE's products give them."""
+    """Infinities and NaN at edges and inside, and denormals, as IEEE products give them."""
     inf, nan = float("inf"), float("nan")
 
     def same(what: str, x: Tensor, weight: Tensor, window: Window) -> None:
         one = ALONE[dtype, weight.shape[2] > 1]
-        # On the CPU, as plain multiplications: fast algorithms spread an infinity around.
+        # On the CPU, by plain products: fast algorithms spread an infinity to other elements.
         wide = F.pad(x.double().cpu(), window.padding)
         size = weight.shape[2], weight.shape[3]
         taps = F.unfold(wide, size, dilation=window.dilation, stride=window.stride)
@@ -161,7 +161,7 @@ def repeats(failures: list[str]) -> None:
     window = Window(padding=(1, 1, 1, 1))
     exact_c = window.convolve(x.double(), weight.double()).contiguous(memory_format=LAST)
     vectors = [torch.rand(200, 1, 1, device=CUDA) + 0.5 for _ in range(4)]
-    # The last operand comes through the ring: as its dtype is a kernel's, an fp32 residual.
+    # The last operand, an fp32 residual, comes through the ring of stages.
     operands = [*vectors, torch.randn_like(exact_c, dtype=torch.float32)]
     out = torch.empty_like(exact_c, dtype=torch.bfloat16)
     run(one, x, weight, window, out, None, operands, [1e-5])
@@ -178,7 +178,7 @@ def repeats(failures: list[str]) -> None:
 
 
 def refusals(failures: list[str]) -> None:
-    """Of calls that the kernel does not take; nothing is written."""
+    """Calls that the kernel does not take are refused, and nothing is written."""
 
     def images(*shape: int) -> Tensor:
         return torch.randn(shape, device=CUDA).bfloat16().contiguous(memory_format=LAST)

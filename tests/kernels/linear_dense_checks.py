@@ -31,8 +31,8 @@ from benchmarks.linear_dense_sm90 import (
 from benchmarks.sm90 import CUDA
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Errors that always pass: a rounding to the type or, of TF32, of the operands. cuBLAS takes some
-# small fp32 gemms without TF32.
+# Errors that always pass: of rounding to the dtype or, with TF32, the operands. cuBLAS computes
+# some small fp32 gemms without TF32.
 SMALL = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-3}
 TO_FLOAT = Example("Identity", lambda z, t, s: z.float(), out=torch.float32)
 TO_HALF = Example("Swish", lambda z, t, s: (F.silu(z) * s[0]).half(), 1, out=torch.float16)
@@ -40,7 +40,7 @@ EXAMPLES = (IDENTITY, SWISH, RESIDUAL, SILU_MUL, OPERANDS, TO_FLOAT, TO_HALF)
 
 
 def sizes(choose: random.Random) -> tuple[int, int, int]:
-    """Such that every kernel is chosen for some."""
+    """Sizes such that each kernel is chosen for some."""
     kind = choose.choice(("few", "any", "any", "wide", "large"))
     if kind == "few":
         return choose.choice((1, 2, 16, 17)), choose.randint(1, 9000), choose.randint(1, 3000)
@@ -62,7 +62,7 @@ def sweep(failures: list[str], cases: int, seed: int, sizes: Sizes = sizes) -> N
         bias = torch.randn(n, device=CUDA, dtype=dtype) if choose.random() < 0.5 else None
         operands = [random_operand(m, n, t or dtype, choose) for t in example.operands]
         scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
-        # Poison where the results go, sentinels beside them.
+        # NaN where the results go, sentinels around them.
         left = choose.choice((3, 8))
         frame = torch.full((m + 2, n + 16), SENTINEL, device=CUDA, dtype=example.out or dtype)
         if choose.random() < 0.5:
@@ -112,7 +112,7 @@ def special_values(failures: list[str]) -> None:
 
 
 def graphs_and_repeats(failures: list[str]) -> None:
-    """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
+    """Replays follow the tensors; launches, also on two streams, agree bit for bit."""
     for m, n, k in ((300, 500, 1000), (1000, 2500, 1000), (100, 17000, 512), (5, 500, 1000)):
         x = torch.randn(m, k, device=CUDA).bfloat16()
         weight = torch.randn(n, k, device=CUDA).bfloat16()

@@ -57,7 +57,7 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
 
 
 def imprecise_neighbours(failures: list[str], chunks: int = 0, first: First = "x") -> None:
-    """Rows of both operands that split badly beside rows that split well, and tails."""
+    """Rows of both operands that split badly next to rows that split well, and tails."""
     for m, n, k in ((200, 300, 500), (130, 140, 65536 + 36)):
         for x_rows, weight_rows in ((slice(7, 8), slice(n)), (slice(m), slice(16, 32))):
             columns = 10.0 ** (torch.rand(k, device=CUDA) * 8 - 4)
@@ -97,7 +97,7 @@ def sweep(failures: list[str], cases: int, seed: int) -> float:
 
         exact_z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         exact = example.reference(exact_z, operands, scalars)
-        # Rounding to the result's dtype, and the epilogue's own few roundings, are no error here.
+        # Rounding to the result's dtype and the epilogue's own roundings do not count as errors.
         bound = 1e-3 if example.out == torch.float16 else 2e-6
         error = error_of(out, exact)
         if z is not None:
@@ -122,7 +122,7 @@ def special_values(
 ) -> None:
     """Infinities, NaN, zeros, denormals and extremes, as an fp32 gemm gives them.
 
-    cast: of the operands, beforehand. multiply: what is checked, if not this kernel.
+    cast: applied to the operands first. multiply: the gemm to check, if not this kernel.
     """
     m, n, k = sizes
     gemm = multiply or (lambda a, b: run(IDENTITY, a, b, chunks=chunks, first=first))
@@ -176,7 +176,7 @@ def special_values(
 
 
 def wrong_guesses(failures: list[str], chunks: int = 0, first: First = "x") -> None:
-    """Tiles that are redone: one, some and all of a block's, with tails and chunks of K."""
+    """Tiles that are computed again: one, some and all of a block's, with tails and chunks of K."""
     for m, n, k in ((200, 300, 500), (1000, 4100, 576), (256, 384, 8192), (130, 140, 65536 + 36)):
         x = torch.randn(m, k, device=CUDA)
         for what, weight in misleading(n, k):
@@ -195,7 +195,7 @@ def wrong_guesses(failures: list[str], chunks: int = 0, first: First = "x") -> N
 
 
 def graphs_and_repeats(failures: list[str]) -> None:
-    """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
+    """Replays follow the tensors; launches, also on two streams, agree bit for bit."""
     x, weight = torch.randn(300, 1000, device=CUDA), torch.randn(500, 1000, device=CUDA)
     out = run(SWISH, x, weight)
     graph = captured(lambda: run(SWISH, x, weight, out=out))
@@ -213,7 +213,7 @@ def graphs_and_repeats(failures: list[str]) -> None:
 
 
 def soak(x: Tensor, weight: Tensor, launches: int, what: str, failures: list[str]) -> None:
-    """Launches over two streams at once give the same bits, every one."""
+    """All of many launches on two streams at once give the same bits."""
     first = run(SWISH, x, weight)
     if not agree_over_two_streams(lambda: (run(SWISH, x, weight),), (first,), launches):
         failures.append(f"{launches} launches over two streams differ, {what}")
@@ -239,7 +239,7 @@ def refusals(failures: list[str]) -> None:
 
 
 def chunks(failures: list[str]) -> None:
-    """Chunks of K, either operand first, and scales found ahead."""
+    """Chunks of K, either operand first, and scales computed in a kernel before."""
     choose = torch.Generator().manual_seed(0)
     for m, n, k in ((200, 300, 500), (16, 1000, 4100), (700, 90, 3000), (1, 5, 2000)):
         x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)

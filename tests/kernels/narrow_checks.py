@@ -30,7 +30,7 @@ def every_way() -> Iterator[tuple[str, torch.dtype]]:
 
 
 def accuracy(failures: list[str]) -> None:
-    """The contract's data; what fp16 cannot hold is left out."""
+    """The accuracy contract's data, without that which overflows fp16."""
     for k in (64, 1024, 8192, 32768):
         for name, wide_x, wide_weight in families(256, 384, k):
             for way, dtype in every_way():
@@ -49,7 +49,7 @@ def sizes(choose: random.Random) -> tuple[int, int, int]:
 
 
 def sweep(failures: list[str], cases: int, seed: int, sizes: Sizes = sizes) -> None:
-    """Random sizes, strides and alignments; poison where the result goes, sentinels beside it."""
+    """Random sizes, strides and alignments; NaN where the result goes, sentinels around it."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     for case in range(cases):
@@ -62,7 +62,7 @@ def sweep(failures: list[str], cases: int, seed: int, sizes: Sizes = sizes) -> N
             weight = n_major(weight) if choose.random() < 0.3 else weight
             if choose.random() < 0.2:
                 (weight if way == "mixed x" else x)[:, :GUESSED] *= choose.choice((0.0, 1e-4))
-            if choose.random() < 0.2 and k > 1:  # rows that nothing is aligned in
+            if choose.random() < 0.2 and k > 1:  # rows that begin at any element
                 x, weight = x[:, 1:], weight[:, 1:]
         chunks = choose.choice((0, 0, 1, 3))
         frame, out = framed_matrix((m, n), torch.float32)
@@ -77,7 +77,7 @@ def sweep(failures: list[str], cases: int, seed: int, sizes: Sizes = sizes) -> N
 
 
 def in_aligned_rows(matrix: Tensor) -> Tensor:
-    """The same values, as the exact kernel takes them; what lies between the rows is poison."""
+    """The same values in aligned rows, as the exact kernel needs, with NaN between them."""
     rows, columns = matrix.shape
     padded = matrix.new_full((rows, -(-columns // 8) * 8), float("nan"))
     return padded[:, :columns].copy_(matrix)
@@ -99,7 +99,7 @@ def specials(failures: list[str]) -> None:
 
 
 def graphs_and_repeats(failures: list[str]) -> None:
-    """Replays follow the tensors; launches over two streams agree bit for bit."""
+    """Replays follow the tensors; launches on two streams agree bit for bit."""
     for way, dtype in every_way():
         x, weight = cast(way, dtype, *(torch.randn(n, 1000, device=CUDA) for n in (300, 1500)))
         out = by_kernel(way, dtype, x, weight)
@@ -114,7 +114,7 @@ def graphs_and_repeats(failures: list[str]) -> None:
 
 
 def through_the_ops(failures: list[str]) -> None:
-    """What a kernel does not take goes to the library; batches; K beyond what one sum holds."""
+    """Calls that go to the library, batches, and K too long for one sum."""
     for way, dtype in every_way():
         for what, x_shape, weight_shape in (
             ("an odd K", (130, 1003), (300, 1003)),

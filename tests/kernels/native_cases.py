@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def weighted_sum(out: torch.dtype, *inputs: torch.dtype) -> KernelSpec:
-    """sum((i + 1) * in[i]) + scalar: exact on small whole numbers in every dtype."""
+    """sum((i + 1) * in[i]) + scalar: exact for small integers in every dtype."""
     acc = torch.float64 if torch.float64 in (out, *inputs) else torch.float32
     terms = " + ".join(f"Acc({i + 1}) * in[{i}]" for i in range(len(inputs)))
     definition = f"""
@@ -39,7 +39,7 @@ def whole_numbers(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Te
 
 
 def guarded_like(values: Tensor, offset: int = 0) -> tuple[Tensor, Callable[[], None]]:
-    """A poisoned tensor of `values`' layout, `offset` elements off alignment, and its check."""
+    """A tensor of NaN with `values`' layout, `offset` elements off alignment, and its check."""
     before = GUARD + offset
     buffer = values.new_full((before + values.numel() + GUARD,), POISON)
     out = buffer.as_strided(values.shape, values.stride(), before)
@@ -111,7 +111,7 @@ def check_layouts(shape: Sequence[int], dtype: torch.dtype, operand: torch.dtype
 
 
 def check_in_place(shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> None:
-    """out is the anchor's memory; per-channel operands beside it."""
+    """out is the anchor's memory; other operands are per channel."""
     anchor = whole_numbers(shape, dtype)
     out, check_guards = guarded_like(anchor, offset)
     out.copy_(anchor)
@@ -134,14 +134,14 @@ def stats_data(kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def check_batch_stats(x: Tensor) -> None:
-    """Against float64, within what rounding of count, mean and deviations can do."""
+    """Against float64, within the rounding errors of count, mean and deviations."""
     mean, variance = launch.batch_stats(x)
     acc = torch.float64 if x.dtype is torch.float64 else torch.float32
     assert mean.dtype == variance.dtype == acc
     dims = [d for d in range(x.dim()) if d != 1]
     exact_var, exact_mean = torch.var_mean(x.double(), dims, correction=0)
-    # Means are kept in Acc: each of the few merges on the way may round by half an ulp of the
-    # largest magnitude met, and such an error e enters the variance as e^2 and as e * std.
+    # Means are kept in Acc: each of the few merges may round by half an ulp of the largest
+    # magnitude, and such an error e enters the variance as e^2 and as e * std.
     eps = torch.finfo(acc).eps
     scale = x.double().abs().amax(dims)
     assert ((mean - exact_mean).abs() <= 16 * eps * scale).all(), (mean, exact_mean)

@@ -1,10 +1,10 @@
-"""What a GPU's owner sends in: is the fp32 gemm right on it, and how fast. One JSON.
+"""Reports whether the fp32 gemm is right on this GPU, and how fast, as one JSON to send in.
 
     PYTHONPATH=. python tests/kernels/report_machine.py [--seconds 280] [--out machine.json]
 
-The split product with the main loop that the GPU has is checked against float64 and timed beside
-the library and torch.compile (benchmarks/linear_mma.py has the problems). What the time does not
-allow, or the memory, is named in "left". Exits with 1 where a check failed.
+The split product with this GPU's main loop is checked against float64 and timed next to the library
+and torch.compile (benchmarks/linear_mma.py has the problems). What did not fit into the time or the
+memory is named in "left". Exits with 1 where a check failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = 40
 
 
 def machine() -> dict[str, Any]:
-    """What tells one GPU and its software from another."""
+    """What identifies the GPU and its software."""
     device = torch.device("cuda", torch.cuda.current_device())
     found = torch.cuda.get_device_properties(device)
     return {
@@ -49,7 +49,7 @@ def machine() -> dict[str, Any]:
 
 
 def parts(failures: list[str], report: dict[str, Any]) -> dict[str, Callable[[], None]]:
-    """What is done, in this order, each by itself."""
+    """Name → check or measurement, in the order in which they run."""
 
     def sweep() -> None:
         report["largest_error"] = linear_split_checks.sweep(failures, CASES, 0)
@@ -70,7 +70,7 @@ def parts(failures: list[str], report: dict[str, Any]) -> dict[str, Callable[[],
 
 
 def run(seconds: float) -> dict[str, Any]:
-    """The report. Raises nothing: what fails is in "failures"."""
+    """The report. Raises nothing: failures are listed in "failures"."""
     report: dict[str, Any] = {"machine": machine(), "timing": [], "left": [], "failures": []}
     failures: list[str] = report["failures"]
     reason = load.available("cuda")

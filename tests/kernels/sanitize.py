@@ -3,8 +3,8 @@
     PYTHONPATH=.:tests compute-sanitizer python tests/kernels/sanitize.py
 
 Run it once without the sanitizer, so that everything is built: compilers are slow under it. With
-`--racecheck` it leaves out what that tool takes for races: kernels in which one lane arrives at a
-stage's barrier for its warp (kernels_cu/conv/NOTES.md, implicit gemm).
+`--racecheck` it leaves out what that tool mistakes for races: kernels in which one lane arrives at
+a stage's barrier for its warp (kernels_cu/conv/NOTES.md, implicit gemm).
 """
 
 import sys

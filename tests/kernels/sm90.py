@@ -1,4 +1,4 @@
-"""What the tests of kernels share: marks, and a check that a kernel compiles as meant."""
+"""What the tests of kernels share: marks, and a check that a kernel compiles without spills."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def gpu_from_sm80(test):
 def check_compiles(
     family: Family, operands: int, value: torch.dtype = torch.float32, divides: bool = False
 ) -> None:
-    """`build.cubin` raises on spills and on serialised products; operands cost registers.
+    """`build.cubin` raises on spills and on serialised wgmma; operands cost registers.
 
-    value: the type of the result and of the product. divides: for which nvcc makes calls; what
-    spills may then be compiled again for fewer registers.
+    value: the type of the result and of the product. divides: with divisions, which nvcc compiles
+    to calls; a kernel that spills may then be compiled again with other settings.
     """
     last = "in[0]"
     for i in range(1, operands + 1):

@@ -19,7 +19,7 @@ from benchmarks.stem import SIZES, Sizes, convolve, rounded, run, spec_of
 
 
 def _examples() -> list[tuple[Example, Sizes]]:
-    """All sizes in every dtype, by turns with each epilogue."""
+    """All sizes in every dtype, with each epilogue in turn."""
     found = [
         (conv_sm90.of_dtype((NORM, OPERANDS, SWISH)[(i + j) % 3], dtype), sizes)
         for i, sizes in enumerate(SIZES)
@@ -44,7 +44,7 @@ def _drawn(
     h = choose.choice((height, choose.randint(height, side), choose.randint(height, side)))
     w = choose.choice((choose.randint(width, side), choose.randint(width, 2 * side), 32, 64, 96))
     shape = choose.randint(1, 9), channels, h, w
-    # Begins anywhere in a vector, now and then.
+    # Sometimes it begins inside a vector.
     before = choose.choice((0, 0, 0, 1, 3))
     memory = torch.randn(before + h * w * channels * shape[0], device=CUDA).to(dtype)
     layout = choose.choice(FORMATS)
@@ -72,7 +72,7 @@ def sweep(failures: list[str], cases: int, seed: int, side: int = 120) -> None:
         example, sizes = choose.choice(EXAMPLES)
         x, weight, padding = _drawn(choose, sizes, example.x, side)
         exact_c = convolve(x.double(), weight.double(), padding, sizes[3])
-        # As torch's own result lies.
+        # In the memory order of torch's result.
         like = convolve(x, weight, padding, sizes[3])
         exact_c = torch.empty_like(like, dtype=torch.float64).copy_(exact_c)
         operands = [_operand(sizes[4], dtype, choose) for dtype in example.operands]
@@ -95,12 +95,12 @@ def sweep(failures: list[str], cases: int, seed: int, side: int = 120) -> None:
 
 
 def special_values(failures: list[str], dtype: torch.dtype) -> None:
-    """Infinities and NaN at edges and inside, and denormals, as IEEE's products give them."""
+    """Infinities and NaN at edges and inside, and denormals, as IEEE products give them."""
     inf, nan = float("inf"), float("nan")
 
     def same(what: str, x: Tensor, weight: Tensor, sizes: Sizes, padding: Padding) -> None:
         example = conv_sm90.of_dtype(IDENTITY, dtype)
-        # On the CPU, as plain multiplications: fast algorithms spread an infinity around.
+        # On the CPU, by plain products: fast algorithms spread an infinity to other elements.
         windows = F.unfold(F.pad(x.double().cpu(), padding), sizes[1:3], stride=sizes[3])
         like = convolve(x.double(), weight.double(), padding, sizes[3])
         exact = (weight.flatten(1).double().cpu() @ windows).view(like.shape).to(CUDA, dtype)
@@ -145,7 +145,7 @@ def repeats(failures: list[str]) -> None:
 
 
 def refusals(failures: list[str]) -> None:
-    """Of calls that are not of the kernel's sizes."""
+    """Calls of other sizes than the kernel's are refused."""
     example, sizes = ALONE[1]
     weight, x = torch.randn(32, 3, 3, 3, device=CUDA), torch.randn(2, 3, 16, 16, device=CUDA)
     spec, out = spec_of(example, sizes), torch.empty(2, 32, 7, 7, device=CUDA)

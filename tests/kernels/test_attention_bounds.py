@@ -1,4 +1,4 @@
-"""A bound of attention's errors lets no mistake through: of few results, where no other is."""
+"""The bound of attention's errors for few results, the only one they have, catches mistakes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_mistake_is_above_the_bound(sizes: tuple[int, int, int], mistake: str)
     ]
     found = MISTAKES[mistake](q, k, v, d_out)
     errors = [float((a - b).norm()) for a, b in zip(found, wanted)]
-    if mistake == "v without its lo":  # dv is none of its
+    if mistake == "v without its lo":  # dv does not depend on it
         assert errors.pop() == 0
     for error, bound in zip(errors, bounds):
         assert error > float(bound.norm())

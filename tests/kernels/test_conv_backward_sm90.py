@@ -1,5 +1,5 @@
 """The backward of sm_90a's direct convolution: its pieces cover the input's gradient, it compiles
-as meant and, on a Hopper GPU, is right."""
+without spills and, on a Hopper GPU, is right."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_pieces_cover_the_input(x, weight, padding, multiprocessors, x_bytes) ->
     assert halo == (weight[2] - 1) * cut.pitch + cut.gap
     assert 256 + halo <= RING
     for piece in range(1, pieces):
-        # What lies before the units ahead gives nothing to the piece's first position.
+        # Units before those loaded ahead contribute nothing to the piece's first position.
         own = cut.position(piece * piece_units * cut.advance)
         first = max(piece * piece_units - ahead, 0)
         assert first == 0 or own - cut.position(first * cut.advance) >= halo
     for unit in range(sample_units):
-        # Complete, and stored, is nothing that the block does not have in its ring.
+        # All that is complete, and stored, is in the block's ring.
         begin = cut.position(unit * cut.advance)
         end = (cut.out_h + weight[2] - 1) * cut.pitch
         if unit + 1 < sample_units:
@@ -83,7 +83,7 @@ def test_refused(x, weight, with_input) -> None:
     assert conv_direct_backward_cut(x, weight, NONE, with_input) == []
 
 
-# linear_dense's is compiled by default; CI also compiles every kernel by itself.
+# By default only linear_dense's kernel is compiled; CI compiles every kernel.
 @pytest.mark.each_once
 @pytest.mark.slow
 @needs_compilers
@@ -106,7 +106,7 @@ def test_compiles_without_spills_or_serialised_products(
             "v0 = mul(z, s0); v1 = mul(v0, t1)",
         ),
         ("v0 = add(z, t0); v1 = div(v0, t1)", "v0 = div(z, t1)"),
-        ("v0 = mul(t0, z); v1 = add(v0, z)", None),  # a sum, which no step of autograd is
+        ("v0 = mul(t0, z); v1 = add(v0, z)", None),  # a sum, which is not a step of autograd
         ("v0 = add(z, t0); v1 = div(t1, v0)", None),
         ("v0 = add(z, t0); v1 = mul(z, v0)", None),
         ("v0 = sigmoid(z); v1 = mul(v0, t0)", None),
@@ -165,7 +165,7 @@ def test_refusals() -> None:
 
 
 class Scaled(nn.Module):
-    """A convolution or its BatchNorm, times a number and, if asked for, one a channel."""
+    """A convolution or its BatchNorm, times a number and perhaps one per channel."""
 
     def __init__(self, norm: bool = True, affine: bool = True, factor: bool = False) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of each backward that was made: was it left to torch?"""
+    """For each backward that ran, whether torch ran it."""
     found: list[bool] = []
     bound, forward = library.FusedCall.bound_backward, Conv2d.forward
 
@@ -241,7 +241,7 @@ def test_gradients_through_the_backend(mode, parts, needs_x, calls, monkeypatch)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
 def test_gradients_in_16_bits(mode, dtype, autocast, calls) -> None:
-    """Beside eager's, of the same rounded inputs; under autocast of float32 parameters."""
+    """Next to eager's from the same rounded inputs; under autocast, with float32 parameters."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     exact = Scaled().cuda().train(mode == "training").to(dtype).double()
@@ -262,7 +262,7 @@ def test_gradients_in_16_bits(mode, dtype, autocast, calls) -> None:
     for value, other, truth in zip(*results, strict=True):
         if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
             assert value.dtype == other.dtype
-            least = torch.finfo(dtype).eps / 4  # eager's sums have fewer digits wrong by luck
+            least = torch.finfo(dtype).eps / 4  # eager's sums may be more exact by luck
             assert relative(value, truth) <= max(1.5 * relative(other, truth), least)
 
 
@@ -290,7 +290,7 @@ def test_training_does_not_save_the_convolution(calls, dtype) -> None:
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_steps_agree_bit_for_bit_on_streams_and_in_graphs(dtype) -> None:
-    """The kernels of a step start before those ahead of them end."""
+    """Each kernel of a step starts before the one ahead of it has ended."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().to(dtype).train()

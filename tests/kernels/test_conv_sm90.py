@@ -1,5 +1,5 @@
-"""The direct convolution of sm_90a: it is cut into units right, compiles as meant and, on a Hopper
-GPU, is right."""
+"""The direct convolution of sm_90a: it is divided into units correctly, compiles without spills
+and, on a Hopper GPU, is right."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_units_cover_every_element_and_have_its_pixels(
         of_pair = unit - unit % cut.paired
         pixels = cut.position(max(of_pair * cut.advance - cut.lead, 0))
         assert last + (weight[2] - 1) * cut.pitch + cut.gap - pixels < 128 * cut.chunks
-        if out_bytes == 0:  # statistics take the first position's value for a pivot
+        if out_bytes == 0:  # statistics use the first position's value as the pivot
             assert first == cut.position(begin)
 
 
@@ -146,7 +146,7 @@ def test_units_of_statistics_are_wide_where_that_loads_less() -> None:
 
 
 def sum_of_steps(cut: Cut, tiles: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
-    """At 256 positions, half by half, as the kernel's descriptors find them."""
+    """At 256 positions, each half of a step as the kernel's descriptors address it."""
     assert (cut.steps >= 0).all()
     assert (cut.steps < 2**14).all()
     assert (cut.steps[:, 0] % 64 == 0).all()
@@ -241,7 +241,7 @@ def test_refused_for_its_operands() -> None:
     assert conv_direct_cut(*sizes, 4, operands=8) == []
 
 
-# linear_dense's is compiled by default; CI also compiles every kernel by itself.
+# By default only linear_dense's kernel is compiled; CI compiles every kernel.
 @pytest.mark.each_once
 @pytest.mark.slow
 @needs_compilers
@@ -323,7 +323,7 @@ class Scaled(nn.Module):
 
 
 def made_directly(call, *arguments):
-    """What a compiled call returns; its convolution is not the library's."""
+    """What a compiled call returns; checks that its convolution is not the library's."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = call(*arguments)
     names = {event.name for event in profile.events()}
@@ -345,7 +345,7 @@ def test_every_multiplier_in_every_mode(mode, scale) -> None:
     options = {"strict": True, "plan": "always", "inner": "aot_eager"}
     compiled = torch.compile(ours, backend="fx_fuser", options=options)
     with float32_settings("fp32", cudnn_tf32=False), torch.set_grad_enabled(mode == "train"):
-        for step in range(10):  # of the running statistics
+        for step in range(10):  # for the running statistics
             x = torch.randn(3, 5, 13, 11, device="cuda") + 3
             first = made_directly(compiled, x) if step else compiled(x)
             found = [first, eager(x), exact(x.double())]
@@ -391,7 +391,7 @@ def test_in_16_bits(mode, scale, dtype, autocast) -> None:
         results.append([y.detach(), *(b.double() for b in model.buffers()), *gradients])
     for value, other, truth in zip(*results, strict=True):
         if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
-            # Sums over all pixels have few digits wrong, and eager's by luck fewer.
+            # In sums over all pixels few digits are wrong; in eager's, by luck, even fewer.
             least = torch.finfo(dtype).eps / 8
             assert relative(value, truth) <= max(2 * relative(other, truth), least)
 

@@ -179,7 +179,7 @@ def test_taken_where_it_is_faster(match_of, on_gpu, ms, choices) -> None:
 
 
 def test_exported_sites_of_two_windows_have_two_kernels(monkeypatch) -> None:
-    """All else may be the same, the padding too."""
+    """Although all else is the same, including the padding."""
     made: list[int] = []
     monkeypatch.setattr(exported, "_kernels", {})
     monkeypatch.setattr(
@@ -195,7 +195,7 @@ def test_exported_sites_of_two_windows_have_two_kernels(monkeypatch) -> None:
 
 @needs_compilers
 def test_exactness_asked_for_is_kept_where_the_kernel_gains_nothing(match_of, on_gpu) -> None:
-    """The inner compiler's convolution may take TF32."""
+    """The inner compiler's convolution may use TF32."""
     match = match_of(scaled(), *tensors())
     on_gpu(1.0, 2.0)
     assert decide(match, fp32="split").choices == CONV  # type: ignore[union-attr]
@@ -226,7 +226,7 @@ def test_checks(check) -> None:
 
 @gpu
 def test_more_than_2_to_the_31_elements() -> None:
-    """Whose last images are as those of a small tensor."""
+    """The last images must equal those of a small tensor."""
     example, window = depthwise_checks.ALONE[1]
     images = torch.randn(2, 64, 128, 128, device="cuda").bfloat16().to(memory_format=LAST)
     x = torch.empty(
@@ -264,7 +264,7 @@ class Block(nn.Module):
 
 
 def made(call, *arguments):
-    """What a compiled call returns; its convolution is not the library's."""
+    """What a compiled call returns; checks that its convolution is not the library's."""
     call(*arguments)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = call(*arguments)
@@ -320,7 +320,7 @@ def test_training_has_its_gradients(layout, autocast) -> None:
                 y = call(x)
             y.double().square().mean().backward()
             results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-    # Sums over all pixels have few digits wrong, and eager's by luck fewer.
+    # In sums over all pixels few digits are wrong; in eager's, by luck, even fewer.
     least = torch.finfo(torch.bfloat16).eps / 8 if autocast else 1e-6
     for value, other, truth in zip(*results, strict=True):
         assert relative(value, truth) <= max(2 * relative(other, truth), least)
@@ -328,7 +328,7 @@ def test_training_has_its_gradients(layout, autocast) -> None:
 
 @gpu
 def test_an_odd_number_of_channels_in_any_layout() -> None:
-    """Of which the kernel takes the contiguous one."""
+    """The kernel takes only the contiguous one."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = Block((3, 3), 1, F.silu, True, 9).cuda().eval()

@@ -1,5 +1,5 @@
-"""Attention by fp16 halves, on the CPU emulator, by the checks that are written for a GPU. A page
-that nobody may touch lies behind each tensor, or ahead of it."""
+"""Attention by fp16 halves, on the CPU emulator, by the checks that are written for a GPU. An
+inaccessible page lies directly after each tensor, or directly before it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_hard_values(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_checks.hard_values, shape)
 
 
-@pytest.mark.parametrize(  # by habit the shape whose queries' lo is in shared memory
+@pytest.mark.parametrize(  # by default the shape whose queries' lo is in shared memory
     "shape",
     [s if s == 1 else pytest.param(s, marks=pytest.mark.slow) for s in attention_checks.SHAPES],
 )

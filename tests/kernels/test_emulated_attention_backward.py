@@ -1,5 +1,5 @@
 """The backward of attention by fp16 halves, on the CPU emulator, by the checks that are written for
-a GPU. A page that nobody may touch lies behind each tensor, or ahead of it."""
+a GPU. An inaccessible page lies directly after each tensor, or directly before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checks import passes
 from emulator.device import EmulatedGpu, in_place_of_cuda
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
-# By habit one shape; the other two differ from each other in slots alone.
+# By default one shape; the other two differ from each other only in slots.
 FEW = [0, *(pytest.param(s, marks=pytest.mark.slow) for s in attention_backward_checks.SHAPES[1:])]
 
 

@@ -57,8 +57,8 @@ def test_refusals(gpu: EmulatedGpu) -> None:
     [
         (True, None, 0.1, "has no seed"),
         (True, torch.tensor([1.0]), 0.1, "not one number of int64"),
-        (True, torch.tensor([1]), 0.0, "which is not this kernel's"),
-        (False, torch.tensor([1]), 0.1, "which is not this kernel's"),
+        (True, torch.tensor([1]), 0.0, "for which this kernel was not compiled"),
+        (False, torch.tensor([1]), 0.1, "for which this kernel was not compiled"),
     ],
 )
 def test_what_is_no_dropout(
@@ -72,8 +72,8 @@ def test_what_is_no_dropout(
 
 
 def test_as_graphs_call_it(gpu: EmulatedGpu) -> None:
-    """Kernels make what torch's formula makes of the same seed; a share that they do not drop is
-    torch's."""
+    """The kernels' results equal those of torch's formula for the same seed; a probability for
+    which there is no kernel goes to torch."""
     torch.manual_seed(0)
     *of_heads, bias = operands(Sizes(2, 2, 37, 21, 40), torch.bfloat16)
     d_out = torch.randn(2, 37, 2, 40).bfloat16().transpose(1, 2)

@@ -1,5 +1,5 @@
 """fp32 attention as graphs call it, through the shim's host code, on the CPU emulator: results and
-gradients, a kernel that nobody has loaded, and torch's where there is none."""
+gradients, with a kernel that is not loaded yet, and torch's where there is no kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
-NEAR = 2e-6  # as the checks' bound for few results
+NEAR = 2e-6  # the checks' bound for few results
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def heads(count: int, rows: int, d: int) -> Tensor:
     return torch.randn(2, rows, count, d).transpose(1, 2)
 
 
-# Heads of keys may be for several of queries; d may be below the kernel's.
+# A head of keys may serve several of queries; d may be less than the kernel's.
 SIZES = [(40, 3, 1), pytest.param(64, 4, 2, marks=pytest.mark.slow),
          pytest.param(128, 2, 2, marks=pytest.mark.slow)]  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_a_scale_that_is_infinite_by_log2_of_e_is_torchs(gpu: EmulatedGpu) -> No
 
 
 def not_loaded(use: str, monkeypatch: pytest.MonkeyPatch) -> KernelSpec:
-    """A kernel of graphs that no other test has loaded: kernels stay for the life of a process."""
+    """A kernel that no other test has loaded: they stay loaded until the process ends."""
     spec = attention.spec_for(64)
     assert spec is not None
     spec = dataclasses.replace(spec, use=use)

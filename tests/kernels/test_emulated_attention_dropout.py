@@ -65,8 +65,8 @@ def test_refusals(gpu: EmulatedGpu) -> None:
         (FORWARD, None, 0.1, "has no seed"),
         (FORWARD, torch.tensor([1.0]), 0.1, "not one number of int64"),
         (FORWARD, torch.tensor([1, 2]), 0.1, "not one number of int64"),
-        (FORWARD, torch.tensor([1]), 0.0, "which is not this kernel's"),
-        (attention.spec_of(0), torch.tensor([1]), 0.1, "which is not this kernel's"),
+        (FORWARD, torch.tensor([1]), 0.0, "for which this kernel was not compiled"),
+        (attention.spec_of(0), torch.tensor([1]), 0.1, "for which this kernel was not compiled"),
     ],
 )
 def test_what_is_no_dropout(
@@ -78,7 +78,7 @@ def test_what_is_no_dropout(
 
 
 def test_as_graphs_call_it(gpu: EmulatedGpu) -> None:
-    """Kernels make what torch's operations make of the same seed, and read it when they run."""
+    """Results equal torch's operations' for the same seed, which kernels read as they run."""
     torch.manual_seed(0)
     q, d_out = heads(2, 37, 40), heads(2, 37, 40)
     k, v = (heads(1, 21, 40) for _ in range(2))

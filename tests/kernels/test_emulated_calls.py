@@ -1,5 +1,5 @@
 """The ops that graphs call, through the shim's host code, on the CPU emulator: which kernel runs,
-what it makes, and what the library makes where a kernel does not take the tensors."""
+its results, and the library's where no kernel takes the tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _made(sizes: Sizes, dtype: torch.dtype, last: bool) -> Tensor:
 
 
 class Called:
-    """A call of an anchor's function, ready for the emulated GPU."""
+    """A call of an anchor's function, with tensors of the emulated GPU."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Called:
         return y
 
     def exact(self) -> list[Tensor]:
-        """In float64, of the same values."""
+        """In float64, from the same values."""
         wide = {n: v if v is None else v.double() for n, v in self.operands.items()}
         config = {**self.call.config, "tf32": False}
         z, *statistics = self.call.anchor.reference(wide, config)
@@ -145,7 +145,7 @@ def direct(gpu: EmulatedGpu) -> Called:
     return _conv(gpu, "direct", (2, 3, 8, 8), (8, 3, 3, 3), torch.float32, False)
 
 
-# Kernel → launches: a stem whose operands are not a channel's makes c alone, and a pass the rest.
+# Kernel → launches. A stem whose operands are not per channel gives only c; a pass does the rest.
 KERNELS = {depthwise: 1, stem: 2, implicit: 1, direct: 1}
 
 
@@ -166,7 +166,7 @@ def test_a_convolution_is_made_by_its_kernel(gpu: EmulatedGpu, kernel: Any, save
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_a_kernel_does_not_take_is_the_librarys(gpu: EmulatedGpu, kernel: Any) -> None:
-    """Each refuses a dilated window; the library's convolution and one pass make the same."""
+    """Each refuses a dilated window; the library's convolution and one pass give the result."""
     called = kernel(gpu)
     called.call.config.update(dilation=[2, 2], padding=[2, 2, 2, 2])
     if kernel is implicit:  # which takes it; but not an image in planes
@@ -179,7 +179,7 @@ def test_what_a_kernel_does_not_take_is_the_librarys(gpu: EmulatedGpu, kernel: A
 
 @pytest.mark.slow
 def test_a_batchs_statistics_are_made_ahead(gpu: EmulatedGpu) -> None:
-    """By the direct kernel without the convolution, which then applies them."""
+    """By the direct kernel, without storing c; a second launch of it applies them."""
     x, weight = torch.randn(2, 3, 8, 8), torch.randn(8, 3, 3, 3)
     operands = {"x": x, "weight": weight, **_normed(8)}
     config = {**CONV, **PLAN, "product": "direct", **NORM, "training": True}
@@ -197,7 +197,7 @@ def test_the_librarys_statistics(gpu: EmulatedGpu) -> None:
     called = Called(gpu, "conv2d_batchnorm", operands, config, [torch.randn(4, 1, 1)])
     (y, mean, variance), launches = called.run()
     exact, *statistics = called.exact()
-    assert launches == 3  # statistics are two
+    assert launches == 3  # the statistics take two
     for found, right in zip((y, mean, variance), (exact, *statistics), strict=True):
         assert relative(found, right) <= 1e-5
 

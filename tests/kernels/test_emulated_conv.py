@@ -26,7 +26,7 @@ MODULES = (checks, conv_checks, conv_sm90, depthwise_checks, stem_checks)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
-    """Of an architecture like any other: no kernel here asks which it is."""
+    """Of any architecture: no kernel here depends on it."""
     made = EmulatedGpu(80, multiprocessors=3)
     in_place_of_cuda(made, monkeypatch, MODULES)
     return made
@@ -41,7 +41,7 @@ def check_stems(cases: int, seed: int) -> None:
         passes(stem_checks.sweep, cases, seed, side=40)
 
 
-# Of each dtype one, and of two channels and more than fit a thread's registers.
+# One of each dtype; of two channels, and of more than fit into a thread's registers.
 FEW_DEPTHWISE = [depthwise_checks.EXAMPLES[i] for i in (1, 9, 17)]
 FEW_STEMS = [stem_checks.EXAMPLES[i] for i in (3, 16)]
 
@@ -100,7 +100,7 @@ def test_refusals(gpu: EmulatedGpu) -> None:
 
 
 def weights(dtype: torch.dtype) -> list[Tensor]:
-    """More than one launch takes, of all layouts, some not aligned."""
+    """More than fit into one launch, in all layouts, some not aligned."""
     found = []
     for i in range(45):
         shape = ((5, 3, 3, 2), (16, 8, 1, 1), (9, 24, 3, 3), (4, 1, 5, 5))[i % 4]
@@ -146,7 +146,7 @@ def test_fold(gpu: EmulatedGpu, of_weight: torch.dtype, out: torch.dtype, missin
 
 
 def test_what_has_no_room_is_named(gpu: EmulatedGpu) -> None:
-    """Of torch's own error only a status gets through the stable ABI."""
+    """The stable ABI passes on only a status of torch's own error."""
     weight, ones = torch.randn(8, 4, 3, 3), torch.ones(8)
     spec = folded.fold_spec(torch.float32, torch.float32)
     gpu.handle_of(spec)
@@ -154,4 +154,4 @@ def test_what_has_no_room_is_named(gpu: EmulatedGpu) -> None:
     words = r"could not allocate \[36028797018963968\] of Float: API call failed"
     with pytest.raises(RuntimeError, match=words) as said:
         gpu.fold.default(*layer, spec.name, torch.float32, weight)
-    assert not is_out_of_memory(said.value, torch.device("cuda"), 0)  # of which a GPU tells
+    assert not is_out_of_memory(said.value, torch.device("cuda"), 0)  # no GPU counted it

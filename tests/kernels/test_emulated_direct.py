@@ -44,7 +44,7 @@ def of_backward(dtypes: Sequence[torch.dtype]) -> list[KernelSpec]:
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """What the default run has, at once."""
+    """The default run's kernels, compiled at once."""
     specs = [example.spec for example in FORWARD] + of_backward([torch.bfloat16])
     emulator.build([(spec, 90) for spec in specs])
 

@@ -63,7 +63,7 @@ def test_a_label_that_is_no_column_stops_the_kernel(label: int) -> None:
 def test_the_op_with_the_kernel_is_the_op_without(
     dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By pieces of rows, of fp32 weights: the same gemms around it."""
+    """In pieces of rows, with fp32 weights: the gemms around the kernel are the same."""
     torch.manual_seed(0)
     labels = torch.randint(0, 51, (140,))
     labels[:3] = torch.tensor([0, 50, -100])
@@ -79,7 +79,7 @@ def test_the_op_with_the_kernel_is_the_op_without(
     monkeypatch.setattr(op, "_ROWS", 1)
     expected = made()
     monkeypatch.setattr(op, "_rows", by_kernel)
-    # A gradient that lies between two numbers of 16 bits may be rounded to the other.
+    # A gradient near the middle between two numbers of 16 bits may be rounded to either.
     for ours, plain in zip(made(), expected):
         assert float((ours - plain).norm()) < torch.finfo(dtype).eps / 4 * float(plain.norm())
 

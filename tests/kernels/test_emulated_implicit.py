@@ -24,7 +24,7 @@ GPUS = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
-    """They differ in their shared memory, so in what a block keeps of the weights."""
+    """They differ in shared memory, so in how many of the weights a block keeps."""
     made = EmulatedGpu(getattr(request, "param", 90), multiprocessors=2)
     in_place_of_cuda(made, monkeypatch, MODULES)
     return made
@@ -38,7 +38,7 @@ def check(gpu: EmulatedGpu, cases: int, side: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS, indirect=True)
 def test_random_sizes_and_operands(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two numbers of columns, with and without a window, operands of each way and leaves."""
+    """Two numbers of columns, with and without a window, each kind of operand, and leaves."""
     few = [one for one in implicit_checks.EXAMPLES if one[1].columns in (32, 96)][::3]
     assert {form.is_window for _, form in few} == {False, True}
     monkeypatch.setattr(implicit_checks, "EXAMPLES", few)
@@ -115,7 +115,7 @@ BATCHED = "bmm t t s7:library s0: b0 s0: #0 #0 #0 dfloat b0"
     ],
 )
 def test_programs_that_run_refuses(gpu: EmulatedGpu, program: str, tensors: int) -> None:
-    """Before anything is launched, by a message of ours."""
+    """With a message of ours, before anything is launched."""
     t = [torch.randn(1, 2, 2)] * tensors
     with emulator.memory():
         launches = emulator.ops.launches.default()

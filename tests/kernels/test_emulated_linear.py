@@ -41,14 +41,14 @@ every_gpu = pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """The forms that the default run has, at once."""
+    """The default run's forms, compiled at once."""
     emulator.build([(emulated(IDENTITY.spec), capability) for capability in (80, 120)])
 
 
 @pytest.mark.slow
 @every_gpu
 def test_tiles_and_layouts(gpu: EmulatedGpu) -> None:
-    """Edges in all dimensions, more tiles than blocks, k of no and of many stages."""
+    """Edges in all dimensions, more tiles than blocks, k of few and of many stages."""
     for m, n, k in ((130, 257, 36), (260, 150, 97), (5, 3, 420)):
         x, weight = torch.randn(m, k), torch.randn(n, k)
         exact = x.double() @ weight.double().T
@@ -111,7 +111,7 @@ def test_special_values(gpu: EmulatedGpu) -> None:
     indirect=["gpu"],
 )
 def test_wrong_guesses(gpu: EmulatedGpu, first: linear_sm90.First) -> None:
-    """Tiles that are done again: one, some and all of a block's."""
+    """Tiles that are computed again: one, some and all of a block's."""
     m, n, k = 150, 300, 300
     x = torch.randn(m, k)
     for what, weight in misleading(n, k):

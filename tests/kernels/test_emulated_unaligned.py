@@ -1,5 +1,5 @@
 """The gemm of unaligned operands, on the CPU emulator, by the checks that are written
-for a GPU. A page that nobody may touch lies behind each tensor, or ahead of it."""
+for a GPU. An inaccessible page lies directly after each tensor, or directly before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulator finds what it is made to find: each kernel here has one fault, or none."""
+"""The emulator finds faults: each kernel here has one, or none."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_schedules_give_different_results(name: str) -> None:
 def test_a_fault_is_reported(name: str, says: str, settings: Settings) -> None:
     with pytest.raises(RuntimeError, match=says):
         run(name, settings)
-    run("exchanges", settings)  # and the next launch is none the worse
+    run("exchanges", settings)  # a fault leaves the next launch unharmed
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("reads_behind", False), ("reads_ahead", True)])

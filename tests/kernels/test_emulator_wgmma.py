@@ -287,7 +287,7 @@ def test_products(name: str) -> None:
     exact = a.double() @ (b.double() if form == "transposed" else b.double().T)
     found = [run(name, settings, torch.empty(64, n), 128, a, b) for settings in SCHEDULES]
     assert all(torch.equal(found[0], other) for other in found)
-    # Truncated once an instruction, of which there are four at most.
+    # Truncated once per instruction, of which there are at most four.
     assert (found[0] - exact).abs().max() <= 4 * 2.0**-23 * exact.abs().max()
 
 
@@ -317,7 +317,7 @@ def test_without_a_fault(settings: Settings) -> None:
     [("reads_early", float("nan")), ("releases_early", 0.0), ("changes_factors", 8.0)],
 )
 def test_schedules_give_different_results(name: str, late: float) -> None:
-    """A late product: its registers, memory that it reads, its first operand's registers."""
+    """Where a product may run late: its registers, the memory that it reads, its A in registers."""
     at_once = run_fault(name, Settings("forward", "at once"))
     assert (at_once == 16).all()
     found = run_fault(name, Settings("forward", "late"))
@@ -350,4 +350,4 @@ def test_registers_that_are_written_before_the_wait() -> None:
 def test_a_fault_is_reported(name: str, says: str, settings: Settings) -> None:
     with pytest.raises(RuntimeError, match=says):
         run_fault(name, settings)
-    assert (run_fault("has_none", settings) == 16).all()  # and the next launch is none the worse
+    assert (run_fault("has_none", settings) == 16).all()  # a fault leaves the next launch unharmed

@@ -1,7 +1,7 @@
-"""The CUDA text of every op, beside torch: its formulas compiled for the host, and on a GPU.
+"""The CUDA text of every op against torch: its formulas compiled for the host, and on a GPU.
 
-The host has other library functions than the device, so what it shows is the formula: what becomes
-of infinities, NaN, zeros and values near a threshold.
+The host's library functions differ from the device's, so that on the host only the formula is
+tested: what becomes of infinities, NaN, zeros and values near a threshold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fx_fuser.native.kernel_spec import CUDA_TYPES, POINTWISE, Family, KernelSpe
 needs_host = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ONLY_ON_GPU = ("gelu",)  # in float32: torch's on a CPU is oneDNN's
-# For which a CPU's vectors and its scalars differ in the sign of a zero.
+# For these, a CPU's vector and scalar code differ in the sign of a zero.
 EITHER_ZERO = ("softshrink", "hardshrink", "addcmul")
 FLOOR = {torch.float32: 4e-7, torch.float64: 1e-15}  # of the accuracy contract
 STEPS = {str(step): step for op in OPS for step in every_step(op)}
@@ -43,7 +43,7 @@ def _specials(dtype: torch.dtype) -> Tensor:
 
 
 def _values(step: Step, dtype: torch.dtype) -> dict[str, Any]:
-    """Of the leaves: tensors in which specials meet specials, then ordinary numbers; numbers."""
+    """The leaves' tensors, in which specials meet specials, then ordinary values; and numbers."""
     generator = torch.Generator().manual_seed(5)
     specials, found = _specials(dtype), dict[str, Any]()
     for place, name in enumerate(a for a in step.args if a is not None):
@@ -65,9 +65,9 @@ def _spec(step: Step, dtype: torch.dtype, family: Family = POINTWISE) -> KernelS
 
 
 def _check(step: Step, found: Tensor, values: dict[str, Any], count: int) -> None:
-    """Specials as eager has them, and all else by the accuracy contract. count: of specials.
+    """Specials as in eager, all else by the accuracy contract. count: of specials.
 
-    Where eager flushes subnormals or overflows on the way, the exact value is right too.
+    Where eager flushes subnormals or overflows in between, the exact value is right, too.
     """
     epilogue = Epilogue((step,))
     eager = evaluate(epilogue, values)
@@ -88,7 +88,7 @@ def _check(step: Step, found: Tensor, values: dict[str, Any], count: int) -> Non
     for part in (slice(None, count), slice(count, None)):
         kept = ~odd[part] & found[part].isfinite()
         truth = exact[part][kept]
-        # Each for itself among the specials, of which one would outweigh the rest.
+        # Specials one by one: in a norm, one would outweigh the rest.
         size = truth.abs() if part.stop else truth.norm()
         mine, theirs = ((v[part][kept].double() - truth) for v in (found, eager))
         off, of_eager = (v.abs() if part.stop else v.norm() for v in (mine, theirs))
@@ -175,7 +175,7 @@ def test_every_form_of_every_op_is_among_them() -> None:
 
 
 def _all_at_once(dtype: torch.dtype) -> KernelSpec:
-    """One kernel with all ops: of each a step, and their sum."""
+    """One kernel with a step of each op, and their sum."""
     steps: list[Step] = []
     for op in OPS:
         step = next(every_step(op))
@@ -201,7 +201,7 @@ def _all_at_once(dtype: torch.dtype) -> KernelSpec:
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "dtype",
-    # In double precision it takes ten seconds.
+    # Compiling it for double precision takes ten seconds.
     [pytest.param(d, marks=[pytest.mark.slow] if d is torch.float64 else []) for d in DTYPES],
     ids=str,
 )

@@ -40,7 +40,7 @@ from fx_fuser.planning.plan import Plan
 
 IMPLICIT = {**CONV, "product": "implicit"}
 LAST = torch.channels_last
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}  # that a block may have
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}  # bytes a block may have
 
 
 # ---- without a GPU -------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ USUAL = {
 @pytest.mark.parametrize(
     "other",
     [
-        {"x": (2, 12, 9, 9), "weight": (24, 12, 3, 3)},  # channels are no vectors
+        {"x": (2, 12, 9, 9), "weight": (24, 12, 3, 3)},  # channels do not fill vectors
         {"x": (0, 16, 9, 9)},
         {"x": (2, 16, 9, 2)},  # no output
         {"x": (2, 16, 2**15, 9)},
@@ -169,7 +169,7 @@ def test_the_nets_layers_are_taken(net) -> None:
 
 
 def test_the_nets_have_all_of_their_layers() -> None:
-    """Without first layers, depthwise ones and those of squeeze-and-excitation."""
+    """Except first layers, depthwise ones and those of squeeze-and-excitation."""
     counts = {net: sum(1 for _ in layers()) for net, layers in NETS.items()}
     assert counts == {"ResNet-50": 52, "EfficientNet-B0": 32, "MobileNetV3-L": 30}
 
@@ -251,7 +251,7 @@ def test_not_offered_where_products_bound_it(match_of, on_gpu, plan) -> None:
 def test_what_products_bound_follows_the_gpus_balance(
     match_of, on_gpu, monkeypatch, balance, wanted
 ) -> None:
-    """The same 119, on a GPU whose memory is slower beside its tensor cores."""
+    """The same 119, on a GPU with slower memory, relative to its tensor cores."""
     x = torch.randn(2, 256, 14, 14).bfloat16().to(memory_format=LAST)
     weight = torch.randn(512, 256, 3, 3).bfloat16().to(memory_format=LAST)
     match = match_of(scaled_norm(), x, weight, torch.zeros(512), torch.ones(512))
@@ -316,7 +316,7 @@ def test_a_kernel_is_of_the_columns_and_leaves() -> None:
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize(("product", "kernel"), [("implicit", 1), ("implicit", 3), ("stem", 3)])
 def test_a_converted_graph_gives_images_in_channels_last(product, kernel, is_converted) -> None:
-    """And of the weights those of which the kernel reads windows."""
+    """And, of the weights, those with windows, for the implicit gemm."""
     graph, args = Graph(), []
     with FakeTensorMode():
         for shape in ((2, 16, 14, 14), (8, 16, kernel, kernel)):
@@ -367,7 +367,7 @@ def test_checks(check) -> None:
 @gpu
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_more_than_2_to_the_31_elements(kernel) -> None:
-    """Whose last images are as those of a small tensor."""
+    """The last images must equal those of a small tensor."""
     one = implicit_checks.ALONE[torch.bfloat16, kernel > 1]
     images = torch.randn(2, 64, 128, 128, device="cuda").bfloat16().to(memory_format=LAST)
     x = torch.zeros(2100, 128, 128, 64, device="cuda", dtype=images.dtype).permute(0, 3, 1, 2)
@@ -431,7 +431,7 @@ def test_blocks(block, dtype) -> None:
 
 @gpu
 def test_a_converted_graph() -> None:
-    """From contiguous tensors, which Inductor converts; and back."""
+    """From contiguous tensors, which Inductor converts, and back."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layers = [
@@ -479,7 +479,7 @@ def test_training_has_its_gradients(norm) -> None:
 
 @gpu
 def test_other_sizes_and_strides_of_x() -> None:
-    """A graph of any batch, image and layout has one kernel; of others the library's runs."""
+    """A graph for any batch, image and layout has one kernel; the library takes other layouts."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = Block(3, 2, True, lambda z, r, g: F.relu(z) * g).cuda().bfloat16().eval()

@@ -1,5 +1,5 @@
-"""The bf16, fp16 and TF32 linear kernels of sm_90a: they compile as meant and, on a Hopper GPU, are
-right."""
+"""The bf16, fp16 and TF32 linear kernels of sm_90a: they compile without spills and, on a
+Hopper GPU, are right."""
 
 from __future__ import annotations
 

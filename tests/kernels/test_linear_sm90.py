@@ -1,4 +1,4 @@
-"""The split fp32 gemm: that of sm_90a compiles as meant and, on a GPU, the GPU's own is right."""
+"""The split fp32 gemm: sm_90a's compiles without spills, and on a GPU its own form is right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fx_fuser.kernels.split import LINEAR_SPLIT
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-# linear_dense's is compiled by default; CI also compiles every kernel by itself.
+# By default only linear_dense's kernel is compiled; CI compiles every kernel.
 @pytest.mark.slow
 @pytest.mark.combination
 @needs_compilers

@@ -1,5 +1,5 @@
-"""The fp32 products of what was cast up from 16 bits: the kernels compile as meant and, on a Hopper
-GPU, they and the graphs that call them are right."""
+"""fp32 products of operands that were cast up from 16 bits: the kernels compile without spills
+and, on a Hopper GPU, they and the graphs that call them are right."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class _Widest(torch.overrides.TorchFunctionMode):
 
 
 def body_in_float64(body, x: Tensor, w: Tensor) -> Tensor:
-    """The body, whose casts up to fp32 are none of float64."""
+    """The body, with its casts to fp32 left out."""
     with _Widest():
         return body(x, w)
 
 
-# And how many of the three products of forward and backward have an operand that was cast.
+# Also the number of products, of three in forward and backward, with an operand that was cast.
 BODIES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "both": (lambda x, w: F.linear(x.float(), w.float()), 3),
     "both, adjacent columns": (lambda x, w: x.float() @ w.float(), 3),
@@ -91,7 +91,7 @@ BODIES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 @pytest.mark.parametrize("dtype", narrow_sm90.DTYPES, ids=str)
 @pytest.mark.parametrize("body, cast", BODIES.values(), ids=BODIES.keys())
 def test_through_the_compiler(body, cast, dtype) -> None:
-    """Values and gradients beside float64, as near as the contract asks."""
+    """Values and gradients against float64, within the accuracy contract."""
     x = torch.randn(2, 2048, 2048, device="cuda", dtype=dtype)
     w = torch.randn(2048, 2048, device="cuda", dtype=dtype).mul_(2048**-0.5)
     dy = torch.randn(2, 2048, 2048, device="cuda")

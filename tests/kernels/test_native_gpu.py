@@ -176,7 +176,7 @@ def examples():
         selected = torch.where(F.relu(z) != 0, torch.minimum(z, y), torch.maximum(z, y))
         powers = positive**2 + 0.25 * positive**exponent
         clamped = (bounded + roots).clamp(-8, 8)
-        # The two casts of the example; their rounding is what the bound below has to allow for.
+        # The example's two casts; the bound below allows for their rounding.
         rounded = clamped.to(torch.bfloat16).to(z.dtype) + smooth.half().to(z.dtype)
         return rounded + selected + powers + 3 * torch.sigmoid(z)
 
@@ -203,7 +203,7 @@ def test_values(name, dtype):
     out, check_guards = guarded_like(inputs[0])
     launch.pointwise(spec, out, inputs, scalars)
     check_guards()
-    # What the arithmetic and the one rounding at the end may do to a result.
+    # The error of the arithmetic and of the rounding at the end.
     acc_eps = torch.finfo(wide).eps
     if name == "EveryFunction":  # its casts jump: compare with torch in the accumulation dtype
         reference = function(*(x.to(wide) for x in inputs), *scalars).double()
@@ -234,7 +234,7 @@ struct Special {{
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_arithmetic_is_torchs_bit_for_bit(dtype):
-    """Step by step: what nvcc would contract into one fma is two kernels, and two roundings."""
+    """A kernel per operation, so that nvcc cannot contract a product and a sum to an fma."""
     z = torch.randn(4096, device=DEVICE, dtype=dtype)
     y = torch.randn(4096, device=DEVICE, dtype=dtype) * 3
     z[:4] = torch.finfo(dtype).max * 0.9
@@ -269,7 +269,7 @@ def test_arithmetic_is_torchs_bit_for_bit(dtype):
 
 
 def test_sigmoid_and_silu_of_every_magnitude():
-    """A few ulp from torch's, subnormal results as well, of which two ulp are 2^-148."""
+    """A few ulp from torch's, also for subnormal results, where two ulp are 2^-148."""
     z = torch.cat([torch.linspace(-110, 110, 1 << 18), torch.linspace(-89, -87, 1 << 12)])
     z = torch.cat([z, torch.tensor([torch.inf, -torch.inf, torch.nan, -1e30, 1e30, -0.0, 1e-40])])
     z, scale = z.to(DEVICE), torch.full([], 1e38, device=DEVICE)
@@ -279,7 +279,7 @@ def test_sigmoid_and_silu_of_every_magnitude():
         assert torch.equal(out.isnan(), expected.isnan())
         number = ~expected.isnan()
         ulps = (out[number].view(torch.int32) - expected[number].view(torch.int32)).abs()
-        assert ulps.max() <= bound, (body, z[number][ulps.argmax()])  # of one sign, bits count ulps
+        assert ulps.max() <= bound, (body, z[number][ulps.argmax()])  # same sign: bits count ulps
         launch.pointwise(of_two(f"math::mul(math::{body}(in[0]), in[1])"), out, [z, scale], [])
         far = {"rtol": 2e-6, "atol": 2**-148 * scale.item()}
         torch.testing.assert_close(out, expected * scale, equal_nan=True, **far)
@@ -306,7 +306,7 @@ def test_nan_and_infinity():
 
 @pytest.mark.parametrize("name", ["minimum", "maximum"])
 def test_of_two_zeros(name):
-    """-0 is the smaller, on either side, as of torch's on CUDA; on a CPU torch has either."""
+    """-0 is the smaller, on either side, as in torch on CUDA; on a CPU torch may give either."""
     z, y = (torch.tensor(row, device=DEVICE) for row in ([0.0, -0.0, 0.0], [-0.0, 0.0, 0.0]))
     out = torch.full_like(z, torch.nan)
     launch.pointwise(of_two(f"math::{name}(in[0], in[1])"), out, [z, y], [])
@@ -375,7 +375,7 @@ def test_batch_stats_of_a_constant_are_exact():
 def test_batch_stats_against_cancellation():
     """A sum of squares in fp32 has an error of eps * mean^2, 12 times the variance of 1 here.
 
-    What is left to us is the rounding of group means, half an ulp of 1e4 = 5e-4 each, at random.
+    The kernel has only the rounding of group means, half an ulp of 1e4 = 5e-4 each, at random.
     """
     x = stats_data("large mean", (128, 8, 63, 65), torch.float32)
     _, variance = launch.batch_stats(x)

@@ -1,5 +1,5 @@
-"""First layers' convolution: which sites its kernel takes, how it is divided, and on a GPU that it
-is right."""
+"""First layers' convolution: which sites its kernel takes, how it divides them, and on a GPU that
+it is right."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_offered_in_fp32_where_the_library_may_take_tf32(
     fp32,
     torchs,
 ) -> None:
-    """And its own choice of TF32 tells the bench how near the results must be."""
+    """Whether the library may use TF32 also sets how exact results must be in the bench."""
     cudnn_precision(torchs)
     match = match_of(form(), *tensors(torch.float32))
     offered = torchs == "tf32" and fp32 in ("follow", "tf32")
@@ -220,7 +220,7 @@ def test_checks(check) -> None:
 @gpu
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_more_than_2_to_the_31_elements(layout) -> None:
-    """Whose last images are as those of a small tensor."""
+    """The last images must equal those of a small tensor."""
     example, sizes = stem_checks.ALONE[3]
     images = torch.randn(2, 3, 512, 512, device="cuda").bfloat16().to(memory_format=layout)
     weight = torch.randn(64, 3, 7, 7, device="cuda").bfloat16().to(memory_format=layout)
@@ -260,7 +260,7 @@ class First(nn.Module):
 
 
 def add_rows(z):
-    """An operand that is no channel's: the kernel makes the convolution alone."""
+    """An operand that is not per channel: the kernel gives only the convolution."""
     return F.relu(z) + torch.arange(z.shape[2], device=z.device, dtype=z.dtype).view(-1, 1)
 
 
@@ -273,7 +273,7 @@ FIRSTS = [
 
 
 def bound(dtype: torch.dtype, other: float) -> float:
-    """Of fp32 cuDNN need not take TF32, which we do."""
+    """In fp32 cuDNN need not use TF32, while the kernel does."""
     return max(2 * other, 1e-3 if dtype == torch.float32 else 0)
 
 
@@ -320,7 +320,7 @@ def test_training_has_its_gradients(layout, norm) -> None:
 
 @gpu
 def test_other_sizes_and_strides_of_x() -> None:
-    """A graph of any batch, image and layout has one kernel."""
+    """A graph for any batch, image and layout has one kernel."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = First(3, 2, True, F.relu).cuda().bfloat16().eval()

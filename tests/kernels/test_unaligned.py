@@ -1,4 +1,4 @@
-"""The gemm of unaligned operands: it compiles as meant and, on a GPU, is right."""
+"""The gemm of unaligned operands: it compiles without spills and, on a GPU, is right."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def size(choose: random.Random, most: int) -> int:
 def operand_of_form(
     sizes: Sequence[int], dtype: torch.dtype, choose: random.Random, form: int
 ) -> Tensor:
-    """[*, rows, columns] of this form, beside NaN that no result may have seen; some spread over
-    the batch."""
+    """[*, rows, columns] of this form, amid NaN that must not reach a result; some are expanded
+    over the batch."""
     *batches, rows, columns = sizes
     along_k = bool(form & unaligned.ALONG_K)
     lines, length = (rows, columns) if along_k else (columns, rows)
@@ -55,7 +55,7 @@ def operand_of_form(
 
 
 def palette(choose: random.Random, count: int) -> list[tuple[Example, KernelSpec]]:
-    """Examples and kernels, compiled: of each tile, step of k and form some."""
+    """Examples and their kernels, compiled: some of each tile, step of k and form."""
     found = []
     for i in range(count):
         shape = i % len(unaligned.TILES)
@@ -154,7 +154,7 @@ def long_sums(failures: list[str], most: int = 65536) -> None:
 
 
 def graphs_and_repeats(failures: list[str], times: int = 100) -> None:
-    """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
+    """Replays follow the tensors; launches, also on two streams, agree bit for bit."""
     for batches, m, n, k in ((700, 27, 27, 64), (90, 49, 49, 33), (1, 1000, 501, 999)):
         x = torch.randn(batches, m, k, device=CUDA).bfloat16()
         weight = torch.randn(batches, n, k, device=CUDA).bfloat16()

@@ -441,5 +441,5 @@ def test_a_kernel_that_does_not_build_is_asked_for_once(monkeypatch: pytest.Monk
             torch.testing.assert_close(made, F.linear(a, b))
     assert len(asked) == 1
     batch = a.expand(2, 9, 12)
-    with pytest.raises(RuntimeError, match="a batch has no bias"):
+    with pytest.raises(RuntimeError, match="a batched product cannot have a bias"):
         PRODUCT._op_dk(key, batch, b.expand(2, 5, 12), torch.zeros(5), "none", [0, 32, 1, 1])

@@ -1,6 +1,7 @@
-// The shim of wheels: what newer versions of libstdc++ export is made here, so that old ones do.
+// The shim as built for wheels: defines what only newer versions of libstdc++ export, so that it
+// loads with old ones.
 #if defined(__x86_64__)
-__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");  // which headers of torch 2.15 call
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");  // headers of torch 2.15 call dlsym
 #elif defined(__aarch64__)
 __asm__(".symver dlsym, dlsym@GLIBC_2.17");
 #endif

@@ -1,4 +1,4 @@
-// fp16 and bf16 as CUDA's headers of these names have them, as far as fx_fuser's kernels use them.
+// The part of CUDA's cuda_fp16.h and cuda_bf16.h that fx_fuser's kernels use.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ struct alignas(4) __nv_bfloat162 {
 
 namespace emulator {
 
-// A magnitude's bits without the last ones; to the nearest, ties to even.
+// Drops the last bits of a magnitude, rounding to the nearest, ties to even.
 inline uint32_t rounded_off(uint32_t bits, int dropped) {
   const uint32_t kept = bits >> dropped;
   const uint32_t rest = bits & ((1u << dropped) - 1);

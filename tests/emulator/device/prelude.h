@@ -1,6 +1,6 @@
-// What nvcc knows without an include: CUDA C++'s words and functions, as far as fx_fuser's kernels
-// use them. Included ahead of a translation unit, of which tests/emulator/__init__.py then turns
-// __shared__ variables into the block's.
+// The keywords and functions of CUDA C++ that fx_fuser's kernels use without an include. Included
+// ahead of a translation unit, whose __shared__ variables tests/emulator/__init__.py then rewrites
+// to be per block.
 #pragma once
 
 #include <math.h>
@@ -110,7 +110,7 @@ inline int __float_as_int(float x) { return emulator::bits_as<int>(x); }
 inline float __uint_as_float(unsigned x) { return emulator::bits_as<float>(x); }
 inline float __int_as_float(int x) { return emulator::bits_as<float>(x); }
 
-// Of the eight bytes of both, those that the four nibbles of `chosen` number.
+// The four of both words' eight bytes that the nibbles of `chosen` select.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned chosen) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   unsigned result = 0;
@@ -121,7 +121,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned chosen) {
   return result;
 }
 
-// The low word of both, shifted to the right.
+// The low word of `high:low` shifted to the right.
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
   return static_cast<unsigned>((uint64_t{high} << 32 | low) >> (bits & 31));
 }
@@ -185,7 +185,7 @@ void shuffle(void* const (&data)[32], uint32_t mask) {
   for (int lane = 0; lane < 32; ++lane) {
     if ((mask >> lane & 1) == 0) continue;
     auto* mine = static_cast<Shuffle<T>*>(data[lane]);
-    // From a lane that is not there comes anything.
+    // The result is undefined if the source lane does not take part.
     if (mask >> mine->from & 1) {
       mine->got = static_cast<const Shuffle<T>*>(data[mine->from])->value;
     } else {

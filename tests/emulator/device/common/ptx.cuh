@@ -1,4 +1,4 @@
-// In place of kernels_cu/common/ptx.cuh: the same functions, of the emulated machine.
+// Replaces kernels_cu/common/ptx.cuh: the same functions on the emulated machine.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -65,7 +65,7 @@ inline void store_to_block(uint32_t address, uint32_t rank, float value,
 
 // ---- dependent launches -------------------------------------------------------------------------
 
-inline void launch_dependents() {}  // a launch begins when the one before has ended
+inline void launch_dependents() {}  // a launch begins when the previous one has ended
 inline void wait_for_prerequisites() {}
 
 // ---- registers ----------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ inline float min_nan(float a, float b) {
 
 inline float max_nan(float a, float b) { return -min_nan(-a, -b); }
 
-// Magnitudes of fp16 are in the order of their bits, NaN the last.
+// fp16 magnitudes order like their bits, NaN last.
 inline uint32_t larger_halves(uint32_t magnitudes, uint32_t halves) {
   halves &= 0x7FFF7FFF;
   return std::max(magnitudes & 0xFFFF0000, halves & 0xFFFF0000) |
@@ -200,7 +200,7 @@ inline uint32_t smaller_halves(uint32_t magnitudes, uint32_t halves) {
          std::min(magnitudes & 0xFFFF, halves & 0xFFFF);
 }
 
-// Nearest, ties away from zero.
+// Rounds to the nearest, ties away from zero.
 inline uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
   if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFFFFFF;

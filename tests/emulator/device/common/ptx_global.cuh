@@ -1,4 +1,4 @@
-// In place of kernels_cu/common/ptx_global.cuh: the same functions in C++.
+// Replaces kernels_cu/common/ptx_global.cuh: the same functions in C++.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// In place of kernels_cu/common/ptx_sm90.cuh: the same functions, of the emulated machine, as far
-// as the direct convolution, the gemm by combs and attention use them.
+// Replaces kernels_cu/common/ptx_sm90.cuh: the functions that the direct convolution, the comb gemm
+// and attention use, on the emulated machine.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace fx_fuser::ptx {
 
-// Memory is consistent, and as TMA and wgmma see it.
+// Memory is consistent here, for TMA and wgmma too.
 inline void fence_mbarrier_init() {}
 inline void fence_async_proxy() {}
 

@@ -1,4 +1,4 @@
-// In place of kernels_cu/common/wgmma_sm90.cuh: the same functions, of the emulated machine.
+// Replaces kernels_cu/common/wgmma_sm90.cuh: the same functions on the emulated machine.
 #pragma once
 
 #include <cuda_bf16.h>
