@@ -328,7 +328,7 @@ def test_build_refuses_what_is_no_architecture(
     with pytest.raises(SystemExit) as end:
         build.main(["--no-shim", "--arch", arch])
     assert end.value.code == 2
-    assert f"argument --arch: {arch!r} is no architecture; give a name" in capsys.readouterr().err
+    assert f"argument --arch: {arch!r} is not an architecture; give one" in capsys.readouterr().err
 
 
 def test_wheel_says_in_a_line_what_is_wrong(
@@ -337,7 +337,7 @@ def test_wheel_says_in_a_line_what_is_wrong(
     file = tmp_path / "file"
     file.touch()
     assert wheel.main([str(file)]) == 1
-    assert f"{file} is no folder; give another OUT" in capsys.readouterr().err
+    assert f"{file} is not a folder; give another OUT" in capsys.readouterr().err
     monkeypatch.setattr(wheel, "ROOT", tmp_path)  # as in an installed package
     assert wheel.main([str(tmp_path / "out")]) == 1
     assert "run this in a checkout of fx_fuser" in capsys.readouterr().err

@@ -408,7 +408,7 @@ def test_a_report_that_cannot_be_written_is_refused_first(
     monkeypatch.setattr(command, "diagnose", lambda *_: pytest.fail("it ran"))
     with pytest.raises(SystemExit):
         command.main(["--report", str(tmp_path / "none/report.json")])
-    assert "give a file that can be written" in capsys.readouterr().err
+    assert "give a writable file" in capsys.readouterr().err
 
 
 def test_a_failure_is_the_exit_status(
