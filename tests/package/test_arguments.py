@@ -169,12 +169,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "class": (lambda: fx_fuser.explain(nn.Linear, X), "is the class Linear; give an instance"),
     "tuple": (
         lambda: fx_fuser.explain(LINEAR, (X,)),
-        "the model's only input is a tuple, at which it fails; if that holds its inputs, give them "
+        "the model fails on its only input, a tuple; if that holds its inputs, give them "
         "one by one: explain(model, *inputs) (TypeError: linear()",
     ),
     "program's tuple": (
         lambda: fx_fuser.explain(program(), (X,)),
-        "only input is a tuple, at which",
+        "fails on its only input, a tuple; if",
     ),
     "program's inputs": (lambda: fx_fuser.explain(program(), X, X), "inputs"),
     "no inputs": (
@@ -201,7 +201,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "kwargs": (lambda: fx_fuser.explain(LINEAR, X, kwargs=3), "kwargs is 3, an int; give a dict"),
     "twice": (
         lambda: fx_fuser.explain(LINEAR, input=X, kwargs={"input": X}),
-        "'input' is given by",
+        "'input' is given both by name",
     ),
     "model's options": (
         lambda: fx_fuser.explain(Configured(), X, options={"scale": 2.0}),
