@@ -1,4 +1,4 @@
-"""The library's gemm or convolution, and the epilogue alone in a pass behind it, at any site.
+"""The library's gemm or convolution, and then a pass with only the epilogue, at any site.
 
 kernels_cu/pointwise/pointwise.cuh, launched by kernels_cu/host/pointwise.h.
 """

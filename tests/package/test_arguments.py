@@ -217,9 +217,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "from_json": (
         lambda: Report.from_json("{}"),
-        "the JSON of a report is '{}', a str, which does",
+        "the JSON of a report is '{}', a str, which cannot",
     ),
-    "from_json 3": (lambda: Report.from_json(3), "the JSON of a report is 3, an int, which does"),
+    "from_json 3": (lambda: Report.from_json(3), "the JSON of a report is 3, an int, which cannot"),
     "fused: model": (
         lambda: assert_fused((X,), LINEAR, {}),
         "a tuple; give an nn.Module or a func",
@@ -263,7 +263,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "twice": (
         None,
         {"max-autotune": True, "max_autotune": False},
-        "'max-autotune' is given as 'max",
+        "'max-autotune' is also given as 'max",
     ),
     "two modes": (
         "max-autotune",

@@ -51,7 +51,7 @@ def test_a_fit_machine_has_no_bad_line() -> None:
         assert said in lines
 
 
-FAULT = "NVRTC of CUDA 13 was found neither beside torch nor …; pip install 'nvidia-cuda-nvrtc'"
+FAULT = "NVRTC of CUDA 13 was not found next to torch …; pip install 'nvidia-cuda-nvrtc'"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "capability": (
         {"gpus": (T4,)},
