@@ -198,4 +198,4 @@ def test_a_folder_that_compilers_cannot_name_costs_one_warning(
     assert binaries.cubin("// odd", ARCH).read_text() == "// odd"
     (said,) = warnings_in(caplog)
     assert f"compilers take no {character} in the path {folder}" in said
-    assert "Set FX_FUSER_CACHE_DIR to a folder" in said
+    assert "Set FX_FUSER_CACHE_DIR to a writable folder" in said
