@@ -1,4 +1,4 @@
-"""GB/s of the pointwise, batch-statistics and loss kernels beside torch's own copy.
+"""GB/s of the pointwise, batch-statistics and loss kernels compared with torch's own copy.
 
 Medians of triton.testing.do_bench, which clears L2 before each run; random data; results are
 checked before they are timed. Run as `PYTHONPATH=. python benchmarks/native_bandwidth.py`.
