@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("--skip-first", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the tables there, too")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
@@ -263,7 +263,7 @@ def main() -> int:
         f"{chosen.commit or commit_here()}, by `python -m benchmarks.compilers`. "
         f"{of}"
     )
-    parts = ["# NVRTC beside nvcc, and the first call", head]
+    parts = ["# NVRTC and nvcc, and the first call", head]
     if not chosen.skip_first:
         parts += ["## The first call of one Linear site", first_calls()]
     if not chosen.skip_kernels:

@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("nets", nargs="*", metavar="NET", default=NETS)
     parser.add_argument("--dtype", nargs="+", choices=INPUTS, default=["bf16", "fp32"])
     parser.add_argument("--lock", type=Path, metavar="FILE", help="held while something is timed")
-    parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
+    parser.add_argument("--commit", default=commit_here() or "", help="if there is no git")
     parser.add_argument("--out", type=Path, default=FOLDER / PATH, metavar="FILE")
     chosen = parser.parse_args(arguments)
     times_of = timing.times_of

@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-autotune", type=int, default=10, metavar="CASES")
     parser.add_argument("--largest", type=int, default=ELEMENTS, metavar="ELEMENTS")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "conv_sweep")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument(
         "--nets", nargs="+", default=[], metavar="PRECISION", help="whole nets, too"
     )

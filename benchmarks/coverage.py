@@ -420,7 +420,7 @@ def main(arguments: list[str]) -> int:
     """Examine these models, and keep the rows of the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage")
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
+    parser.add_argument("--commit", default=commit_here() or "", help="if there is no git")
     chosen = parser.parse_args(arguments)
     rows = {row.model: row for row in read()}
     for name in chosen.names or MODELS:

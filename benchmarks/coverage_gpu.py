@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--phase", choices=("evaluation", "training"))
     parser.add_argument("--profile", action="store_true", help="where first calls spend their time")
     parser.add_argument("--first-calls", type=int, metavar="N")
-    parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
+    parser.add_argument("--commit", default=commit_here() or "", help="if there is no git")
     parser.add_argument("--out", type=Path, default=FOLDER / PATH, metavar="FILE")
     chosen = parser.parse_args(arguments)
     torch._dynamo.config.recompile_limit = 1000  # all are kept until they are timed

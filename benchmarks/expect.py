@@ -46,7 +46,7 @@ def _of_16_bits(rows: Iterable[Any], step: str, convolutional: bool) -> list[Gai
 
 
 def _convolutional(rows: Iterable[ConvRow], inputs: str) -> list[Gain]:
-    """Those that ran alone."""
+    """Only nets that ran alone."""
     found = []
     for row in rows:
         if row.inputs == inputs and row.alone:

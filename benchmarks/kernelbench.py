@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     found.add_argument("--out", type=Path, metavar="FILE")
     found.add_argument("--resume", action="store_true", help="leave out what the file has")
-    found.add_argument("--commit", help="what is measured, where git cannot tell")
+    found.add_argument("--commit", help="the measured commit, if there is no git")
     return found
 
 
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     budget = harness.Budget(args.budget)
     commit = args.commit or commit_here()
     if commit is None:
-        options.error("there is no git here: name the commit that is measured with --commit")
+        options.error("there is no git here: name the measured commit with --commit")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = measure.machine(device)
     path: Path = args.out or results.path_for(here["gpu"], results.FOLDER / "kernelbench")

@@ -27,7 +27,7 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, split_gemm
 from fx_fuser.native import load
 
 DTYPES = tuple(EXACT_GEMMS)
-WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
+WAYS = ("exact", "mixed x", "mixed weight")  # which operand has 16 bits
 
 
 def cast(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--out", type=Path, default=results.FOLDER / nets16_tables.PATH, metavar="FILE"
     )
-    found.add_argument("--commit", help="what is measured, where git cannot tell")
+    found.add_argument("--commit", help="the measured commit, if there is no git")
     found.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     found.add_argument("--check", action="store_true")
     found.add_argument("--list", action="store_true")
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     commit = args.commit or commit_here()
     if commit is None:
-        options.error("there is no git here: name the commit that is measured with --commit")
+        options.error("there is no git here: name the measured commit with --commit")
     if args.here:
         place = None if args.place is None else Turnstile(args.place)
         return results.verdict(measure_here(chosen(args), args, commit, place))

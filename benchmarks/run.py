@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--size", choices=("full", "small"), help="default: full on a GPU only")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument("--warmup", type=int, default=Timing.warmup, metavar="MS")
     parser.add_argument("--rep", type=int, default=Timing.rep, metavar="MS")
     parser.add_argument("--rounds", type=int, default=Timing.rounds)
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     commit = args.commit or commit_here()
     if commit is None:
-        parser.error("there is no git here: name the commit that is measured with --commit")
+        parser.error("there is no git here: name the measured commit with --commit")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)

@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--plan", choices=("measure", "always"), default="always")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "training")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="the records of parts")
     args = parser.parse_args(arguments)
     if args.join:

@@ -32,7 +32,7 @@ class Turnstile:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """All other processes wait meanwhile."""
+        """All other processes wait during the block."""
         fcntl.flock(self.handle, fcntl.LOCK_UN)  # others may be waiting at the gate for it
         with self._gate():
             fcntl.flock(self.handle, fcntl.LOCK_EX)

@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_gpus")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "two_gpus")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and torch.cuda.device_count() < WORLD:

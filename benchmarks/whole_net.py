@@ -97,7 +97,7 @@ class Case:
                 if parameter.grad is not None:
                     seen.grads[name], parameter.grad = parameter.grad, None
         for name, buffer in self.model.named_buffers():
-            # In training numbers as well that a step left alone: statistics may have settled.
+            # In training also what a step did not change: statistics may have settled.
             may_settle = self.phase == "train" and buffer.is_floating_point()
             if may_settle or not torch.equal(buffer, before[name]):
                 seen.state[name] = buffer.clone()

@@ -149,8 +149,8 @@ def faults(row: Row) -> list[str]:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m benchmarks.whole_nets")
     found.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
-    found.add_argument("--train", action="store_true", help="training steps alone")
-    found.add_argument("--eval", action="store_true", help="evaluation alone")
+    found.add_argument("--train", action="store_true", help="only training steps")
+    found.add_argument("--eval", action="store_true", help="only evaluation")
     found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["highest"])
     found.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3])
     found.add_argument("--no-values", action="store_true", help="no comparison with float64")
@@ -164,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     found.add_argument("--size", choices=("full", "small"), default="full", help="small: on a CPU")
     found.add_argument("--out", type=Path, metavar="FILE")
-    found.add_argument("--commit", help="what is measured, where git cannot tell")
+    found.add_argument("--commit", help="the measured commit, if there is no git")
     found.add_argument("--job", help=argparse.SUPPRESS)
     return found
 
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     commit = args.commit or commit_here()
     if commit is None:
-        options.error("there is no git here: name the commit that is measured with --commit")
+        options.error("there is no git here: name the measured commit with --commit")
     budget = harness.Budget(args.budget)
     here = measure.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     path: Path = args.out or results.path_for(here["gpu"], results.FOLDER / "whole_nets")

@@ -263,7 +263,7 @@ def _put_aten(graph: Graph, node: Node, pre_dispatch: bool) -> None:
 def _rebuilt(program: ExportedProgram, gm: GraphModule) -> ExportedProgram:
     """A program of this graph; torch checks it."""
     inputs = (graph.find_nodes(op="placeholder") for graph in (gm.graph, program.graph))
-    for copied, written in zip(*inputs):  # copying renames names of Python's, say `input`
+    for copied, written in zip(*inputs):  # copying renames Python's own names, say `input`
         copied.name, copied.target = written.name, written.target
     gm.recompile()
     results = gm.graph.output_node().args[0]

@@ -77,8 +77,8 @@ def read_graph(view: View, active: Sequence[Pattern], options: Options) -> Readi
     fault_of = functools.partial(_fault_of, taken=taken)
     sites = _readable_sites(view)
     inner = {n for site in sites for n in site.nodes if n is not site.node}
-    # Else a pattern that is an anchor alone would take the gemm of `x @ w + b`, or the convolution
-    # under a BatchNorm, and the larger site would be lost.
+    # Otherwise a pattern that is only an anchor would take the gemm of `x @ w + b`, or the
+    # convolution under a BatchNorm, and the larger site would be lost.
     for node in sorted(view.nodes, key=inner.__contains__):
         if node in taken:
             continue
@@ -140,7 +140,7 @@ def _visit_order(view: View, sites: Sequence[Site]) -> list[Site]:
     def waits(site: Site) -> bool:
         if not isinstance(ANCHORS[site.kind], Conv2d):
             return False
-        with suppress(Exception):  # which is raised again where the site itself is read
+        with suppress(Exception):  # raised again where the site itself is read
             begin, end = (view.order[node] for node in (site.node, reach(view, site)))
             return bisect.bisect_left(places, end) - bisect.bisect_right(places, begin) > 1
         return False
@@ -186,7 +186,7 @@ def _readable_sites(view: View) -> list[Site]:
 def _failure_at(
     view: View, node: Node, active: Sequence[Pattern], error: Exception
 ) -> Refusal | None:
-    """A refusal for the report, if the node is an anchor; an unreadable node is none."""
+    """A refusal for the report, if the node is an anchor that can be read."""
     log.info("a site is left to the model's own ops", exc_info=error)
     try:
         site = site_at(view, node)

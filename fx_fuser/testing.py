@@ -57,7 +57,7 @@ def assert_fused(
     inputs: a tuple of arguments, or `(args, kwargs)`. expected: pattern → number of sites; a
     pattern that is not named must not be fused at all. Grown tails, `auto_<anchor>`, count only if
     one is named, since the GPU decides which are worth fusing.
-    train: in training mode, forward and backward; else in eval mode, under `no_grad`.
+    train: in training mode, forward and backward; otherwise in eval mode, under `no_grad`.
     options: as for the backend. `strict` is on by default, so that a failure of fx_fuser raises
     here instead of leaving the model unfused.
     Raises AssertionError with the table of `fx_fuser.explain`, OptionError for a bad argument.
@@ -221,7 +221,7 @@ def neighbour(
 def _inductors(
     model: Callable[..., Any], inputs: Any, train: bool, eager: Observed
 ) -> Iterator[Observed]:
-    """Inductor's run, where its error is as good a bound as eager's."""
+    """Inductor's run, if its error is as good a bound as eager's."""
     if not _on_cuda(eager):
         torch._dynamo.reset()
         yield observe(model, inputs, train, torch.compile, like=eager)

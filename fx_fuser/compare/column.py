@@ -13,7 +13,7 @@ from fx_fuser.compare.kernels import Cliff
 class Column:
     """One way to run the model. None: not measured.
 
-    mode: Inductor's, if it is not the default. failed: why it has no figures, in one line.
+    mode: Inductor's mode, if it is not the default. failed: why it has no figures, in one line.
     out_of_memory: that is the reason. first_s: of the first call, with the compilation. wall: ms of
     each round, in turns with the other columns. steady_ms: wall time, of steps run back to back.
     gpu_ms: how long the GPU is busy in a step; kinds: the same by kind of kernel; cliffs: the

@@ -33,7 +33,7 @@ _WARM_UP = 2  # steps after the first: a mode that replays CUDA graphs records t
 
 
 def summary(error: BaseException) -> str:
-    """In one line."""
+    """The error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 

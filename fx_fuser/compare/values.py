@@ -64,7 +64,7 @@ def _judge(race: Race) -> None:
             )
             return
         race.notes.append("Values were compared without dropout.")
-        race.say("values: compiled anew without dropout")
+        race.say("values: compiling again without dropout")
         torch._dynamo.reset()  # what is compiled drops
         calls = {name: race.variants[name].compile(race.model) for name in race.calls}
     exact = exact_of(race.model, race.step, race.held)

@@ -28,7 +28,7 @@ _GRAPHS = "reduce-overhead"
 
 @dataclass(frozen=True)
 class Variant:
-    """settings: torch's, while it is compiled and while it runs. mode: as of `Column`."""
+    """settings: torch's, while it is compiled and while it runs. mode: as in `Column`."""
 
     title: str
     compile: Callable[[Any], Call]

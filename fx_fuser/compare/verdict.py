@@ -144,7 +144,7 @@ def is_launch_bound(column: Column) -> bool:
 
 def _in_graphs(mine: Column, rival: Column, columns: Mapping[str, Column]) -> tuple[bool, str]:
     """Does fx_fuser gain if CUDA graphs are replayed?  And what to say about the slow host."""
-    took = f"back to back, a step takes {_ms(mine.steady_ms)}"
+    took = f"steps run back to back take {_ms(mine.steady_ms)} each"
     waits = f"{took}, of which the GPU is busy for {_ms(mine.gpu_ms)}"
     own = columns.get(f"fx_fuser_{GRAPHS}")
     if own is None and mine.mode:

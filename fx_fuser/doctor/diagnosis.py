@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Diagnosis:
-    """gets: by architecture, which main loops. tests, times: None if they were not asked for."""
+    """gets: by architecture, which main loops. tests, times: None if not requested."""
 
     facts: Facts
     found: list[Finding]

@@ -153,11 +153,11 @@ def _cache(facts: Facts) -> Iterator[Finding]:
     if cache.untrusted:
         remedy = "make sure that you own it and run chmod go-w on it, or set FX_FUSER_CACHE_DIR"
         text = f"cache {cache.folder} is not used, {cache.untrusted}"
-        yield Finding(WARN, f"{text}: kernels are compiled anew in each process; {remedy}")
+        yield Finding(WARN, f"{text}: kernels are compiled again in each process; {remedy}")
     elif cache.unwritable:
         remedy = "set FX_FUSER_CACHE_DIR to a writable folder"
         text = f"cache {cache.folder} keeps nothing, {cache.unwritable}"
-        yield Finding(WARN, f"{text}: kernels are compiled anew in each process; {remedy}")
+        yield Finding(WARN, f"{text}: kernels are compiled again in each process; {remedy}")
     else:
         held = f"{cache.kernels} kernels, {cache.launchers} launchers, {cache.timings} timings"
         text = f"cache {cache.folder}: {held}, {cache.megabytes:g} of {cache.limit} MB"

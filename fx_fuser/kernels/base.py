@@ -72,10 +72,10 @@ class Case(Protocol):
         """The kernels that the site needs with these choices."""
 
     def has_backward(self) -> bool:
-        """Is any gradient asked for?"""
+        """Is any gradient needed?"""
 
     def gradients(self) -> dict[str, bool]:
-        """Operand of the anchor → is its gradient asked for?"""
+        """Operand of the anchor → is its gradient needed?"""
 
     def may_have_fused_backward(self, kernel: str) -> bool:
         """Can this kernel's backward make the gradients from dy, without c?"""

@@ -155,7 +155,7 @@ class Direct(Kernel):
 
 
 def _takes_backward(case: Case) -> bool:
-    """Do the backward kernels make the gradients that are asked for?"""
+    """Do the backward kernels make the gradients that are needed?"""
     needs = case.gradients()
     if not any(needs.values()) or not case.may_have_fused_backward(DIRECT):
         return False

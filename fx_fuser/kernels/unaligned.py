@@ -110,7 +110,7 @@ def comb_family(
 
 
 def _comb_cycles(multiprocessors: int, m: int, n: int, k: int, along_a: int, shape: int) -> int:
-    """By a model that finds the fastest shape of each measured gemm: only that is built."""
+    """Modelled. The model finds the fastest shape of each measured gemm; only that is built."""
     rows, columns = COMB_TILES[shape]
     stage, beside = _COMB_CYCLES[shape]
     if along_a:

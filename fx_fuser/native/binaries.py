@@ -151,7 +151,7 @@ def are_built(sources: Sequence[str], arch: str) -> list[bool]:
 
 
 def _prebuilt_and_jobs(sources: Sequence[str], arch: str) -> tuple[dict[str, Path], dict[str, Job]]:
-    """By source: the wheel's cubins, and what compiles all others."""
+    """The wheel's cubins by source, and the jobs that compile all others."""
     found = prebuilt_cubins(sources, arch)
     missing = [source for source in dict.fromkeys(sources) if source not in found]
     if not missing:

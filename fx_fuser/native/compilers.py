@@ -285,7 +285,7 @@ def _cuda_home_of(nvcc: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Host:
-    """g++, which compiles the shim without any file of CUDA's."""
+    """g++, which compiles the shim without any CUDA file."""
 
     cxx: Path
     version: str

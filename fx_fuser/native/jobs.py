@@ -128,8 +128,7 @@ def _wait_for(running: subprocess.Popen[bytes], targets: Sequence[Path]) -> None
 def _quote(part: str) -> str:
     if "\n" in part or "\r" in part:
         raise BuildError(
-            f"a command has the argument {part!r}, and ninja takes no line break; give the folder "
-            "another name"
+            f"a command has the argument {part!r}, and ninja takes no line break; rename the folder"
         )
     return shlex.quote(part).replace("$", "$$")  # once for the shell, once for ninja
 

@@ -298,7 +298,7 @@ def _build(folder: Path, missing: Sequence[Job]) -> None:
             _manifest(work, job).write_text(json.dumps(manifest))
             for path in (job.binary(work), _manifest(work, job)):  # independent of the umask
                 path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
-            # The manifest last: until it is there, the binary is no entry.
+            # The manifest last: until it is there, the binary is not an entry.
             os.replace(job.binary(work), job.binary(folder))
             os.replace(_manifest(work, job), _manifest(folder, job))
     finally:

@@ -80,7 +80,7 @@ class Rows:
     broken: Tensor | None = None
 
     def settled(self, made: Tensor) -> Tensor:
-        # Not masked_fill: its gradient is contiguous whatever strides it is given.
+        # Not masked_fill, whose gradient is contiguous whatever strides it is given.
         made = torch.where(self.shown, made, 0.0)
         if self.broken is None:
             return made

@@ -87,7 +87,7 @@ def may_have_fused_backward(match: Match, kernel: str) -> bool:
 
 
 def gradients_of(match: Match) -> dict[str, bool]:
-    """Operand of the anchor → is its gradient asked for?  Empty if nothing is to be saved."""
+    """Operand of the anchor → is its gradient needed?  Empty if nothing is to be saved."""
     z: Any = meta_tensor(match.site.node)
     if not z.requires_grad:
         return {}
@@ -97,7 +97,7 @@ def gradients_of(match: Match) -> dict[str, bool]:
 
 
 def gradients_of_tensors(match: Match) -> list[bool]:
-    """For each of the epilogue's tensors: is its gradient asked for?"""
+    """For each of the epilogue's tensors: is its gradient needed?"""
     result: Any = meta_tensor(match.root)  # parameters require gradients under no_grad, too
     return [result.requires_grad and tensor.requires_grad for tensor in fake_tensors(match)]
 

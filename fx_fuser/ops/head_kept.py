@@ -131,7 +131,7 @@ def _runs_kernels(logits: Tensor) -> bool:
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """As the kernels read them."""
+    """In the layout that the kernels read."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
@@ -328,7 +328,7 @@ def _raise_if_changed(own: Collection[Any], logits: Tensor) -> None:
     before = watched._version
 
     def check(_: Any) -> None:
-        # Compiled autograd traces this with other tensors, whose counts start anew.
+        # Compiled autograd traces this with other tensors, whose counts start again.
         if not torch.compiler.is_compiling() and watched._version != before:
             raise RuntimeError(
                 "logits that fx_fuser returned with their loss have been modified by an inplace "

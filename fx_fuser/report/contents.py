@@ -67,7 +67,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class MaskReport:
-    """An attention, or its mask. done, reason: as of `fx_fuser.passes.masks.Mask`."""
+    """An attention, or its mask. done, reason: as in `fx_fuser.passes.masks.Mask`."""
 
     where: str
     code: str
@@ -99,7 +99,7 @@ class ContractionReport:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """A loss behind a Linear. bytes, reason, stay: as of `fx_fuser.passes.head_loss.HeadLoss`."""
+    """A loss behind a Linear. bytes, reason, stay: as in `fx_fuser.passes.head_loss.HeadLoss`."""
 
     where: str
     code: str

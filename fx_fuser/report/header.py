@@ -43,7 +43,7 @@ class Header:
 
     @property
     def lines(self) -> list[str]:
-        """As sentences, each a line."""
+        """Sentences, one a line."""
         grad = f"gradients {'on' if self.grad else 'off'}"
         autocast = f"autocast to {self.autocast}" if self.autocast else ""
         seen = [", ".join(self.dtypes) or "no floating-point tensors", autocast, self.mode, grad]

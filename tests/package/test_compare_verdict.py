@@ -90,7 +90,7 @@ def test_launch_bound_says_what_to_try() -> None:
     verdict = judge(net(2.42, 2.46, 0.957), "cuda")
     assert (verdict.word, verdict.use, verdict.launch_bound) == ("LAUNCH-BOUND", False, True)
     assert (
-        "back to back, a step takes 2.46 ms, of which the GPU is busy for 0.957 ms"
+        "steps run back to back take 2.46 ms each, of which the GPU is busy for 0.957 ms"
         in verdict.sentences[0]
     )
     assert "compare(…, reduce_overhead=True)" in verdict.sentences[0]
