@@ -122,7 +122,7 @@ def in_place_writes_stay_inside(match: Match) -> Fault | None:
         if other is not None:
             return Fault(
                 node,
-                f"{statement(node)}, works in place on memory that {called(other)} also shows",
+                f"{statement(node)}, works in place on memory that {called(other)} shares",
                 "use the operation that is not in place, if nothing else needs to see the change",
             )
     return None
@@ -225,7 +225,7 @@ def statistics_alone(match: Match) -> Fault | None:
 
     An unfused batch_norm saves them for its backward and updates them without telling autograd; a
     fused one updates them with `copy_`, which does tell it. One BatchNorm2d called twice, with one
-    the results scaled, raised in backward.
+    of the results scaled, raised in backward.
     """
     site = match.site
     mean, var = site.operands.get("running_mean"), site.operands.get("running_var")
