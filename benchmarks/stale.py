@@ -1,11 +1,11 @@
-"""Which results were measured before the product changed: a line for each file.
+"""Which results were measured before the product changed: a line for each file of them.
 
     python -m benchmarks.stale [--check] [--results FOLDER] [--root FOLDER]
 
 Rows name the commit that was measured. The line says how many commits since then changed what a
-benchmark depends on: the fewest and the most over the file's rows. This is only information: old
+benchmark depends on: the least and the most over the file's rows. This is information only: old
 results may still be right. `--check` fails if rows name no commit, or one that is not in this
-history. Without git, in a shallow clone or in another history nothing is compared.
+history. Without git, in a shallow clone or in another history it compares nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PRODUCT = (
     "kernels_cu",
     ":(exclude,glob)kernels_cu/**/*.md",
 )
-FIELDS = ("commit", "new")  # the second: the newer of two trees that took turns
+FIELDS = ("commit", "new")  # the second: of two trees that took turns the newer one
 DIRTY = "-dirty"  # behind a commit: files differed from it
 
 
 @dataclass
 class File:
-    """commits: commit → its rows; "" for rows that name none. since: commit → later commits that
-    changed the product, None for a commit that this history lacks; empty without a history."""
+    """commits: commit → its rows; "" of rows that name none. since: commit → later commits that
+    changed the product, None of a commit that this history has not; empty without a history."""
 
     name: str
     commits: Counter[str]
@@ -53,7 +53,7 @@ class File:
         return found
 
     def behind(self) -> list[int]:
-        """The counts of later commits, in order."""
+        """Over its commits, in order."""
         return sorted(count for count in self.since.values() if count is not None)
 
     def __str__(self) -> str:
@@ -66,8 +66,8 @@ class File:
 
 
 def commits_of(text: str) -> Counter[str]:
-    """Commit → how many rows name it. A record whose rows name none counts as one row; a row that
-    names none has the record's, if that names one."""
+    """Commit → how many rows name it. A record whose rows name none is one row; a row that names
+    none has the record's, if that names one."""
     content = json.loads(text)
     if isinstance(content, list):
         return Counter(map(named, content))
@@ -79,7 +79,7 @@ def named(row: Mapping[str, Any]) -> str:
 
 
 def own(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of its lists in which a row names a commit; otherwise itself."""
+    """The rows of its lists in which one names a commit, or itself."""
     lists = [
         [row for row in v if isinstance(row, dict)] for v in record.values() if isinstance(v, list)
     ]
@@ -87,7 +87,7 @@ def own(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def git(root: Path, *command: str) -> str | None:
-    """What git prints; None if it fails, or there is no git."""
+    """What it prints; None where it fails, or there is no git."""
     try:
         done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
     except OSError:
@@ -101,7 +101,7 @@ def has_history(root: Path) -> bool:
 
 
 def commits_since(root: Path, commit: str) -> int | None:
-    """How many later commits changed the product; None if the commit is not an ancestor."""
+    """How many later commits changed the product; None of a commit that is not an ancestor."""
     begin = commit.removesuffix(DIRTY)
     if git(root, "merge-base", "--is-ancestor", begin, "HEAD") is None:
         return None
@@ -117,7 +117,7 @@ def examined(folder: Path, root: Path) -> list[File]:
         named = {commit for file in files for commit in file.commits if commit}
         since = {commit: commits_since(root, commit) for commit in named}
         if all(count is None for count in since.values()):
-            return files  # another history, say of a copy that begins with one commit
+            return files  # of another history, say a copy's that begins with one commit
         for file in files:
             file.since = {commit: since[commit] for commit in file.commits if commit}
     return files
@@ -125,13 +125,13 @@ def examined(folder: Path, root: Path) -> list[File]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stale")
-    parser.add_argument("--check", action="store_true", help="fail if a commit is missing")
+    parser.add_argument("--check", action="store_true", help="fail where a commit lacks")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="of the history")
     args = parser.parse_args(arguments)
     files = examined(args.results, args.root)
     if not has_history(args.root):
-        print(f"no whole git history at {args.root}: the age of results is unknown")
+        print(f"no whole git history at {args.root}: how old results are is not known")
     for file in files:
         print(file)
     faults = [f"{file.name}: {fault}" for file in files for fault in file.faults()]

@@ -1,5 +1,5 @@
 """The library's own fused call, relu(convolution + bias + addend), with BatchNorm folded into the
-weight: `fx_fuser.ops.folded`, in inference. kernels_cu/conv/fold.cuh is the kernel that folds.
+weight: `fx_fuser.ops.folded`, in inference. The kernel that folds is kernels_cu/conv/fold.cuh.
 """
 
 from __future__ import annotations

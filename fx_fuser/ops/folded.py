@@ -192,8 +192,8 @@ def bound(
         weight, bias = (v if v is None else v.to(compute) for v in (weight, bias))
     x, padding = padded(operands["x"].to(compute), config)
     if suggest_memory_format(operands["weight"]) == _CHANNELS_LAST:
-        # The layout of x when the site was planned. Inductor's decompositions may make another, say
-        # of `cat([a, a], 1)`, and torch's convolution would go by the weight.
+        # As x was when the site was planned. Inductor's decompositions may make another layout,
+        # of `cat([a, a], 1)` say, and torch's convolution would go by the weight.
         x = x.contiguous(memory_format=_CHANNELS_LAST)
     geometry = (config["stride"], padding, config["dilation"], config["groups"])
 

@@ -86,7 +86,7 @@ def test_without_a_history_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     status, said, failed = run(tmp_path, capsys, "--check")
     assert status == 0 and not failed
     assert said.splitlines() == [
-        f"no whole git history at {tmp_path}: the age of results is unknown",
+        f"no whole git history at {tmp_path}: how old results are is not known",
         "record.json: not compared",
     ]
 
