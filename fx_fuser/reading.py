@@ -39,7 +39,7 @@ class Reading:
     a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. products: ops
     that multiply and are not anchors. masks: of attention. contractions: sums of products that are
     gemms now. attentions: those written by hand, and what looks like one and why it is not.
-    heads: losses behind a Linear."""
+    heads: losses after a Linear."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
@@ -129,7 +129,7 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
 
 
 def _visit_order(view: View, sites: Sequence[Site]) -> list[Site]:
-    """In the graph's order, but a convolution comes last if its tail may end behind several others.
+    """In the graph's order, but a convolution comes last if its tail may end after several others.
 
     A fused site is computed where its tail ends, and its operands live until then. In RegNet's
     `relu(proj(x) + f(x))` the last convolution of f can take the tail as well as that of proj; if

@@ -72,7 +72,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):  # an item of a dict, made anew
+    if isinstance(one, tuple) and isinstance(other, tuple):  # an item of a dict, a new tuple
         return len(one) == len(other) and all(a is b for a, b in zip(one, other))
     return one is other
 

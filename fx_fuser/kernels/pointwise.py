@@ -14,7 +14,7 @@ from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 
 class Library(Kernel):
     name = LIBRARY
-    sites = "the tail behind the library's gemm or convolution"
+    sites = "the tail after the library's gemm or convolution"
 
     def takes(self, case: Case) -> bool:
         return True

@@ -127,7 +127,7 @@ def head_loss_gradient(
     tail: Sequence[float] = PLAIN,
 ) -> None:
     """The gradient with respect to logits[i] is scale[i] times the softmax, plus hot[i] at the
-    label, of which smoothing gives each column its share; behind the columns it is 0. For the loss
+    label, of which smoothing gives each column its share; in the padding it is 0. For the loss
     of row i these are 1 and -1.
 
     Args:

@@ -2,7 +2,7 @@
 
 `attention` computes what `aten._scaled_dot_product_efficient_attention` does, `attention_backward`
 what its backward does, in the same layouts. Each reads what torch's other one has saved: out, and
-each row's log-sum-exp, whose rows are padded to a multiple of 32, with infinity behind the queries.
+each row's log-sum-exp, whose rows are padded to a multiple of 32, with infinity after the queries.
 A head of keys and values may serve several neighbouring heads of queries.
 
 `dropout` is the share of weights that is dropped; `seed`, one int64 number, says which

@@ -139,7 +139,7 @@ def _gradient(
     logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, hot: Tensor, to: Tensor,
     ignored: int, tail: Tail,
 ) -> None:  # fmt: skip
-    """The gradient of the rows' logits; 0 behind the columns."""
+    """The gradient of the rows' logits; 0 in the padding."""
     if _runs_kernels(logits):
         spec, given = spec_of(logits.dtype, tail), (sums, labels, scale, hot, to, ignored, tail)
         launch.head_loss_gradient(spec, logits, *given)

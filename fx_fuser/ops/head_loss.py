@@ -218,7 +218,7 @@ def _rows(
     ignored: int, tail: Tail,
 ) -> None:  # fmt: skip
     """The losses of rows and, with a scale, in place of the logits their gradients times the scale;
-    0 behind the columns."""
+    0 in the padding."""
     if logits.device.type == "cuda":
         spec = spec_of(logits.dtype, tail)
         launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored, tail)

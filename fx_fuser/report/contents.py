@@ -99,7 +99,7 @@ class ContractionReport:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """A loss behind a Linear. bytes, reason, stay: as in `fx_fuser.passes.head_loss.HeadLoss`."""
+    """A loss after a Linear. bytes, reason, stay: as in `fx_fuser.passes.head_loss.HeadLoss`."""
 
     where: str
     code: str
@@ -151,7 +151,7 @@ class Contents:
     fused: in the order of the graphs; on a CPU the named patterns that are found, at which none of
     fx_fuser's kernels run (`SiteReport.native`). refused: the near misses, the nearest first.
     others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
-    of attention. contractions: sums of products. attentions: hand-written. heads: losses behind
+    of attention. contractions: sums of products. attentions: hand-written. heads: losses after
     a Linear. graphs and header: filled in by `explain` only.
     """
 
@@ -253,7 +253,7 @@ class Contents:
 
     @property
     def losses(self) -> str:
-        """A line for each loss behind a Linear; equal ones share a line."""
+        """A line for each loss after a Linear; equal ones share a line."""
         return "\n".join(map(_said_of_head, Counter(self.heads).items()))
 
     @property
@@ -277,7 +277,7 @@ def _said_of_head(counted: tuple[HeadReport, int]) -> str:
     head, n = counted
     said = f"The loss at {head.where}{f' ×{n}' if n > 1 else ''}"
     if head.reason:
-        return f"{said} stays behind its Linear: {head.reason}"
+        return f"{said} is not fused with its Linear: {head.reason}"
     held = "" if head.bytes is None else f": {text_of(head.bytes)} less memory at once"
     without = "a gradient of all logits" if head.stay else "the logits of all"
     return f"{said} runs with its Linear, in pieces of rows, without {without}{held}"
