@@ -50,7 +50,7 @@ def test_time_by_kind_has_what_took_some() -> None:
 @pytest.mark.parametrize(
     ("name", "narrow", "said"),
     [
-        (ODD, True, "no multiple of 8"),
+        (ODD, True, "not multiples of 8"),
         (MATH_PATH, True, "attention by its formula"),
         (SIMT, True, "fp32 gemms without tensor cores"),
         (TRANSFORM, True, "channels_last"),
