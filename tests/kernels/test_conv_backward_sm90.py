@@ -165,7 +165,7 @@ def test_refusals() -> None:
 
 
 class Scaled(nn.Module):
-    """A convolution or its BatchNorm, times a number and, if asked for, one per channel."""
+    """A convolution or its BatchNorm, times a number and, if asked for, one a channel."""
 
     def __init__(self, norm: bool = True, affine: bool = True, factor: bool = False) -> None:
         super().__init__()
