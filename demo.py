@@ -4,9 +4,9 @@
     python demo.py --train              training step: gradients and running statistics too
     python demo.py --precision bf16 --problem 59 llama_mlp
 
-The models are in benchmarks/problems.py. Exits non-zero where a model's site is neither fused
-nor, since timing shows no gain, left to Inductor; where a value is further from float64 than
-docs/accuracy.md allows; or where something fails.
+The models are in benchmarks/problems.py. Exits non-zero if a model's site is neither fused nor,
+because timing shows no gain, left to Inductor; if a value is further from float64 than
+docs/accuracy.md allows; or if something fails.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problem", nargs="+", choices=SHOWN, default=list(SHOWN))
     parser.add_argument("--precision", choices=measure.DTYPES, default="fp32")
     parser.add_argument("--train", action="store_true", help="training step: forward and backward")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings here")
     args = parser.parse_args(arguments)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

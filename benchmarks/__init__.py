@@ -1,1 +1,1 @@
-"""Problems to measure (problems), how (measure), the run (run) and the tables (report)."""
+"""What to measure (problems), how (measure), the run (run) and the tables (report)."""

@@ -1,9 +1,9 @@
-"""Times of attention in fp32 by fp16 halves beside torch's:
+"""Times of fp32 attention with fp16 halves, compared with torch's:
 
     python -m benchmarks.attention [--only WORD] [--out FILE] [--shapes 0 1 ...]
 
-GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data.
-`ours`: attention_split_sm90.cuh, with the fastest of its shapes, and by shape. `torch`: its
+GPU time in ms: medians, measured in turns, with the L2 cache cleared before each call, on random
+data. `ours`: attention_split_sm90.cuh, with the fastest of its shapes, and by shape. `torch`: its
 scaled_dot_product_attention of the same fp32 tensors; `bf16`: of those in bf16. Errors are relative
 to float64, of the first batch. `kill`: the ratio below which the kernel is given up (issue 43).
 `python -m pytest tests/kernels/test_attention.py` checks the kernel.
@@ -53,7 +53,7 @@ class Size:
 
     @property
     def operations(self) -> float:
-        """Of an attention that computes no hidden score, as papers count them."""
+        """Of an attention that computes only visible scores, as papers count them."""
         whole = 4 * self.batches * self.heads * self.length**2 * self.d
         return whole / 2 if self.causal else whole
 

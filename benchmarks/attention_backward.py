@@ -1,10 +1,10 @@
-"""Times of attention in fp32 by fp16 halves, forward with backward, beside torch's:
+"""Times of fp32 attention with fp16 halves, forward and backward, compared with torch's:
 
     python -m benchmarks.attention_backward [--only WORD] [--out FILE] [--shapes 0 1 ...]
 
-GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data.
-`ours`: forward and backward, attention_split_sm90.cuh and attention_backward_sm90.cuh, with the
-fastest of the backward's shapes; `backward`: that part alone, and by shape. `torch`: its
+GPU time in ms: medians, measured in turns, with the L2 cache cleared before each call, on random
+data. `ours`: forward and backward, attention_split_sm90.cuh and attention_backward_sm90.cuh, with
+the fastest of the backward's shapes; `backward`: only that part, and by shape. `torch`: its
 scaled_dot_product_attention of the same fp32 tensors, with its backward. Errors are the largest of
 dq, dk and dv, relative to float64, of the first batch. `kill`: the ratio below which the kernels
 are given up (issue 43). `python -m pytest tests/kernels/test_attention_backward.py` checks them.
@@ -40,7 +40,7 @@ def shapes_of(size: Size, wanted: Sequence[int]) -> list[int]:
 
 
 class Ours:
-    """One call's tensors; results are written anew each time."""
+    """One call's tensors; each call overwrites the results."""
 
     def __init__(self, size: Size, tensors: Sequence[Tensor], d_out: Tensor) -> None:
         self.size = size

@@ -1,14 +1,14 @@
-"""Times of 16-bit attention with a bias beside torch's memory-efficient kernel:
+"""Times of 16-bit attention with a bias, compared with torch's memory-efficient kernel:
 
     python -m benchmarks.attention_bias [--only WORD] [--dtype bf16] [--dropout P] [--out FILE]
 
-GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data, with
-a bias [1, H, L, L] that batches share, and its gradient, summed over them. `torch`:
-`aten._scaled_dot_product_efficient_attention` and its backward, with the sum. `both`: forward with
-backward; `alone`: without clusters of blocks. Errors are relative to float64: of out, of the first
-batch; of the gradients the largest, of one head. `kill`: the ratio below which the kernels are
-given up (issue 43). With dropout, at the sizes that have kernels, torch drops other weights, whose
-errors are not told.
+GPU time in ms: medians, measured in turns, with the L2 cache cleared before each call, on random
+data, with a bias [1, H, L, L] that batches share, and its gradient, summed over them. `torch`:
+`aten._scaled_dot_product_efficient_attention` and its backward, with the sum. `both`: forward and
+backward; `alone`: without clusters of blocks. Errors are relative to float64: for out, of the first
+batch; for the gradients the largest, of one head. `kill`: the ratio below which the kernels are
+given up (issue 43). With dropout, at the sizes that have kernels, torch drops other weights, so its
+errors are not shown.
 `python -m pytest tests/kernels/test_attention_biased.py` checks the kernels.
 """
 
@@ -63,7 +63,7 @@ SIZES = (
 
 
 class Call:
-    """One call's tensors; results are written anew each time."""
+    """One call's tensors; each call overwrites the results."""
 
     def __init__(self, size: Size, dtype: torch.dtype, dropout: float) -> None:
         outer = size.batches, size.heads, size.length
@@ -92,7 +92,7 @@ class Call:
         return {"seed": self.seed, "dropout": self.dropout}
 
     def kept(self) -> Tensor | float:
-        """What weights are multiplied by."""
+        """The factors of the weights."""
         if self.seed is None:
             return 1.0
         size = self.size
@@ -124,13 +124,13 @@ class Call:
         return [*made[:3], made[3].sum(0, keepdim=True)]
 
     def exact(self, kept: Tensor | float) -> Tensor:
-        """Of the first batch."""
+        """The exact result of the first batch."""
         q, k, v, bias = (t[:1].double() for t in self.tensors)
         kept = kept[:1] if isinstance(kept, Tensor) else kept
         return ((q @ k.mT * self.scale + bias).softmax(-1) * kept) @ v
 
     def exact_gradients(self, kept: Tensor | float) -> list[Tensor]:
-        """Of the first head."""
+        """The exact gradients of the first head."""
         q, k, v, bias = (t[:, :1].double() for t in self.tensors)
         leaves = [t.detach().requires_grad_() for t in (q, k, v, bias[:1])]
         weights = (leaves[0] @ leaves[1].mT * self.scale + leaves[3]).softmax(-1)

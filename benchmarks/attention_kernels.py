@@ -1,5 +1,5 @@
-"""Attention with a bias as Python functions that launch its kernels, as `benchmarks.kernels` has
-those of gemms and convolutions."""
+"""Attention with a bias as Python functions that launch its kernels, like those of
+`benchmarks.kernels` for gemms and convolutions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention_bias(
             have rows up to a multiple of 32, which receive infinity.
         scale: None: 1 / sqrt(D).
         is_causal: query i sees keys 0...i.
-        alone: blocks are no clusters, which they are where they share something.
+        alone: blocks do not form clusters; otherwise they do where they share something.
         seed, dropout: of softmax's weights, as `benchmarks.kernels.attention_split` has them.
 
     Returns, raises: as `benchmarks.kernels.linear_split`.

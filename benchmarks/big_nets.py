@@ -1,7 +1,7 @@
 """Published nets at their published sizes, unmodified, with random weights.
 
-ViT-B/16, Llama (four layers), BERT-base and GPT-2 small are transformers'; torchvision's ViT-B/16
-is another: its attention is `F.multi_head_attention_forward`.
+ViT-B/16, Llama (four layers), BERT-base and GPT-2 small come from transformers. torchvision's
+ViT-B/16 is a different one: its attention is `F.multi_head_attention_forward`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class BigNet:
     """make(small, dropout): small for a CPU; dropout as published, or none.
 
     counts: items of a batch in each phase. shape: of an item. classes: for labels and tokens.
-    phases: those that are measured if nothing else is asked for. tokens: what an item is of; if
+    phases: those that are measured by default. tokens: items are of tokens; otherwise of
+    numbers. labelled: there is something to learn.
     not, of numbers. labelled: there is something to learn.
     """
 
@@ -80,7 +81,7 @@ class BigNet:
     def forward(
         self, call: Callable[..., Any], batch: Batch
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Outputs, and the loss where there are labels. transformers' models make their own."""
+        """Outputs, and the loss if there are labels. transformers' models compute their own."""
         if "x" not in batch:
             output = call(**batch)
             return {"logits": output.logits}, output.loss if "labels" in batch else None
@@ -90,7 +91,7 @@ class BigNet:
 
 
 def fill_zeros(model: nn.Module) -> None:
-    """Some heads begin as zeros, torchvision's among them: results would be, and all gradients."""
+    """Some heads, torchvision's among them, begin as zeros: so would results and gradients be."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1 and not parameter.any():
@@ -98,7 +99,7 @@ def fill_zeros(model: nn.Module) -> None:
 
 
 def vit(small: bool, dropout: bool, **sizes: Any) -> nn.Module:
-    """sizes: of the configuration, if others than published; so with the next ones."""
+    """sizes: of the configuration, if not the published ones; likewise below."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes |= {"num_labels": 1000}

@@ -1,11 +1,11 @@
-"""Kernels by NVRTC beside the same by nvcc, and fx_fuser's share of a first call:
+"""Kernels built by NVRTC and by nvcc, and fx_fuser's share of a first call:
 
     python -m benchmarks.compilers [--skip-kernels] [--skip-first] [--out docs/compilers.md]
 
 Every kernel runs with the cubins of both compilers in one process, on the same tensors, in turns
-with a cleared L2 cache; the GPU alone is timed. A first call is one of a model with one Linear
+with a cleared L2 cache; only the GPU is timed. A first call is that of a model with one Linear
 site, in a process that has compiled something else before, with empty caches and then with what
-that left. fx_fuser's share is what it takes longer than with `torch.compile(model)`.
+that left. fx_fuser's share is how much longer it takes than `torch.compile(model)`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _dense() -> Iterator[Row]:
 
 
 def _convolutions() -> Iterator[Row]:
-    """#73, forward and backward, and the BatchNorm with its tail alone."""
+    """#73, forward and backward, and only the BatchNorm with its tail."""
     for dtype in (torch.float32, torch.bfloat16):
         of_dtype = str(dtype).removeprefix("torch.")
         x = torch.rand(128, 8, 128, 128, device=CUDA).to(dtype)
@@ -138,7 +138,7 @@ def _convolutions() -> Iterator[Row]:
 
 
 def _by(compiler: str, specs: list[KernelSpec]) -> dict[str, dict[object, int]]:
-    """The kernels as that compiler makes them, in the tables where `native` looks for them."""
+    """The kernels that this compiler makes, in the tables where `native` looks for them."""
     os.environ["FX_FUSER_COMPILER"] = compiler
     loaded: dict[str, dict[object, int]] = {"_kernels": {}, "_batch_stats": {}}
     vars(load).update(loaded)
@@ -181,7 +181,7 @@ def kernels(failures: list[str]) -> str:
 
 
 def every_row() -> Iterator[Row]:
-    """Its tensors are made anew each time: all of them at once would fill a smaller GPU."""
+    """Makes its tensors each time: all of them at once would fill a smaller GPU."""
     for rows in (_gemms, _dense, _convolutions):
         torch.manual_seed(0)
         yield from rows()
@@ -201,7 +201,7 @@ class Swish(nn.Module):
 
 
 def first_call(backend: str) -> float:
-    """Seconds, in this process, once something else has been compiled and the GPU is in use."""
+    """Seconds, in this process, after something else has been compiled and the GPU is in use."""
     model, x = Swish().cuda(), torch.randn(4096, 2048, device=CUDA)
     with torch.no_grad():
         torch.compile(lambda v: F.gelu(v) + 1)(x)
@@ -225,7 +225,7 @@ def _spawn(backend: str, caches: Path) -> subprocess.Popen[str]:
 
 
 def first_calls(warm: int = 3) -> str:
-    """A table; in each line both backends' processes run beside each other."""
+    """A table; in each line both backends' processes run side by side."""
     times: dict[str, list[list[float]]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory() as folder:
         for i in range(1 + warm):
@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("--skip-first", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the tables there, too")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
@@ -263,7 +263,7 @@ def main() -> int:
         f"{chosen.commit or commit_here()}, by `python -m benchmarks.compilers`. "
         f"{of}"
     )
-    parts = ["# NVRTC beside nvcc, and the first call", head]
+    parts = ["# NVRTC and nvcc, and the first call", head]
     if not chosen.skip_first:
         parts += ["## The first call of one Linear site", first_calls()]
     if not chosen.skip_kernels:

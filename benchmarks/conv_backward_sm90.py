@@ -55,7 +55,7 @@ class Problem:
         return replace(self, **{name: v.to(dtype) for name, v in named.items()})  # type: ignore[arg-type]
 
     def statistics(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """In training of the convolution, as the forward kernels leave them."""
+        """In training, those of the convolution, as the forward kernels leave them."""
         c = convolve(self.x.to(dtype), self.weight.to(dtype), self.padding)
         variance, mean = torch.var_mean(c, (0, 2, 3), correction=0)
         return mean.float(), variance.float()
@@ -63,7 +63,7 @@ class Problem:
     def in_torch(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The gradients by autograd, in the order of NAMES.
 
-        dtype: of all or, of 16 bits, of all but a BatchNorm's vectors, as under autocast.
+        dtype: of all; if it has 16 bits, of all but a BatchNorm's vectors, as under autocast.
         """
         count = len(self.weight)
         wide = torch.promote_types(dtype, torch.float32)
@@ -86,13 +86,13 @@ class Problem:
             z = z * factor.to(dtype)
         for number in self.scalars:
             z = z * number
-        # Aligned: with a 16-bit dy that begins anywhere eager's backward has stopped
+        # Aligned: with a 16-bit dy at an arbitrary address eager's backward has stopped
         # (kernels_cu/conv/NOTES.md).
         return torch.autograd.grad(z, (x, weight, gamma, beta), self.dy.to(dtype, copy=True))
 
 
 def _examples(name: str, scalars: int, *operands: torch.dtype) -> dict[torch.dtype, KernelSpec]:
-    """Of each dtype of x."""
+    """The kernel for each dtype of x."""
 
     def spec(of_x: torch.dtype) -> KernelSpec:
         types = (torch.float32, of_x, of_x, *operands)

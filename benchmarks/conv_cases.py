@@ -16,7 +16,7 @@ COPY = 4.28e12  # bytes/s of a copy on an H200
 
 
 def tables(times: Sequence[Sequence[object]]) -> list[str]:
-    """Of layers: what each of them is, then ms, ratios and an error."""
+    """Rows of layers: what each is, then ms, ratios and an error."""
     heads = ["", "bytes, ms", "library alone", "+ a copy", "ours", "× bytes", "gain", "error"]
     formats = ["", ".4f", ".4f", ".4f", ".4f", ".2f", ".2f", ".1e"]
     return [tabulate(times, heads, floatfmt=formats)]

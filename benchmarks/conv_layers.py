@@ -1,5 +1,5 @@
-"""Convolutions of ResNet-50, EfficientNet-B0 and MobileNetV3-L, as torchvision has them: those that
-are neither first layers nor depthwise nor of squeeze-and-excitation."""
+"""Convolutions of ResNet-50, EfficientNet-B0 and MobileNetV3-L, as torchvision has them, without
+first layers, depthwise ones and those of squeeze-and-excitation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchvision's classifiers in evaluation, unmodified, beside Inductor:
+"""torchvision's classifiers in evaluation, unmodified, compared with Inductor:
 
     python -m benchmarks.conv_nets [NET …] [--dtype bf16 fp32] [--lock FILE]
 
@@ -7,7 +7,7 @@ defaults (convolutions in TF32), bf16 from channels_last, `fp32-cl` and `bf16-nc
 round. `bf16-frozen` and `fp32-frozen`: a training step (forward, loss, backward) of a net whose
 BatchNorms are in evaluation, as detectors have them. In one process for both modes: GPU time by
 kind, wall time, peak memory, the first call with empty caches (fx_fuser's kernels included), and
-errors against float64. Several processes may run beside each other: what times something holds
+errors against float64. Several processes may run side by side: whichever times something holds
 `--lock`. The rows go to benchmarks/results/conv_nets/gpu.json; `python -m benchmarks.report` puts
 them into docs/results.md.
 """
@@ -64,9 +64,9 @@ NOISE = 1.02
 
 @dataclass
 class Row:
-    """By mode: ms of the GPU by kind and in "all", wall ms, MiB at the peak beyond parameters and
-    input, s of the first call. errors: by mode, and eager's; of a training step those of all
-    gradients as one vector. alone: no other process ran."""
+    """By mode: GPU ms by kind and in "all", wall ms, peak MiB beyond parameters and input, s of the
+    first call. errors: by mode, and eager's; of a training step those of all gradients as one
+    vector. alone: no other process ran."""
 
     net: str
     inputs: str
@@ -127,7 +127,7 @@ def holding(lock: Path | None) -> Iterator[None]:
 
 
 def freeze(model: nn.Module) -> None:
-    """Training mode, but for BatchNorms and what is random."""
+    """Training mode, except for BatchNorms and what is random."""
     model.train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) or is_random(module):
@@ -145,7 +145,7 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 
 
 def warm_up(device: torch.device = CUDA) -> None:
-    """What only the first compilation of a process takes: imports, Inductor's own processes."""
+    """Do what only a process's first compilation does: imports, Inductor's own processes."""
     with fresh_cache():
         torch.compile(torch.sin)(torch.ones(1000, device=device))
 
@@ -247,7 +247,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], path: Path, lock: Path | None = None) -> None:
-    """Adds the rows to those in the file, in place of those of the same nets and inputs."""
+    """Adds the rows to those in the file, replacing those of the same nets and inputs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with holding(lock and lock.with_suffix(".rows")):
         known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("nets", nargs="*", metavar="NET", default=NETS)
     parser.add_argument("--dtype", nargs="+", choices=INPUTS, default=["bf16", "fp32"])
     parser.add_argument("--lock", type=Path, metavar="FILE", help="held while something is timed")
-    parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
+    parser.add_argument("--commit", default=commit_here() or "", help="if there is no git")
     parser.add_argument("--out", type=Path, default=FOLDER / PATH, metavar="FILE")
     chosen = parser.parse_args(arguments)
     times_of = timing.times_of

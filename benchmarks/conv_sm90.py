@@ -31,7 +31,7 @@ CUDA = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Example:
-    """An epilogue of examples.cuh and the same in torch ops, as f(c, operands, scalars)."""
+    """An epilogue of examples.cuh, and the same in torch ops, as f(c, operands, scalars)."""
 
     name: str
     reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]
@@ -60,7 +60,7 @@ OPERANDS = Example(
     (torch.float32, torch.bfloat16, torch.bool),
     scalars=1,
 )
-# silu(batch_norm(c)) as the backend makes it, without a bias
+# silu(batch_norm(c)) as the backend writes it, without a bias
 NORM_SILU = Example("NormSilu", lambda c, t, s: c, (torch.float32,) * 4, scalars=1)
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
@@ -68,7 +68,7 @@ DTYPES = (torch.float32, *HALVES)
 
 @functools.cache
 def of_dtype(example: Example, dtype: torch.dtype) -> Example:
-    """The same of x, weight and result in this dtype."""
+    """The same with x, weight and result in this dtype."""
     return dataclasses.replace(example, x=dtype, out=dtype)
 
 
@@ -110,7 +110,7 @@ def exact_statistics(c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def allowed(eagers: float, dtype: torch.dtype, factor: float = 1.5) -> float:
-    """The accuracy contract: how large an error may be beside eager's."""
+    """The accuracy contract: how large an error may be, given eager's."""
     return max(factor * eagers, FLOOR) if dtype == torch.float32 else 2 * eagers
 
 

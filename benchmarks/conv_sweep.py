@@ -3,13 +3,13 @@
     python -m benchmarks.conv_sweep [--cases 100] [--seed 0] [--max-autotune 10]
 
 A case is drawn from a net's layers, with a batch, a layout, a dtype and a mode; `--nets fp32 bf16`
-adds two whole nets. Each is compared with float64 and timed beside eager mode and Inductor (in fp32
-Inductor without TF32, too), and the first ones in max-autotune, too, fx_fuser beside Inductor. It
-must be within the accuracy bound, and reach 0.97 of the speed of Inductor in either mode; on a
-whole net 0.98. What is slower is measured again, by the GPU's part alone: a layer by itself is
-mostly the host's time, which differs by 20 % from run to run of one code.
+adds two whole nets. Each is compared with float64, and timed against eager mode and Inductor (in
+fp32 also Inductor without TF32); the first ones also in max-autotune, fx_fuser against Inductor. It
+must be within the accuracy bound, and reach 0.97 of Inductor's speed in either mode; on a whole net
+0.98. What is slower is measured again, only the GPU's part: a layer by itself is mostly host time,
+which differs by 20 % between runs of the same code.
 
-Writes `conv_sweep/<gpu>.json` and a table beside it. `--again` measures what failed there anew.
+Writes `conv_sweep/<gpu>.json` and a table next to it. `--again` repeats what failed there.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def judged(rows: Sequence[Row], slowest: float = SLOWEST) -> tuple[dict[str, Any
         if name not in of:
             continue
         row, theirs = of[name], of[peer]["ms"] if peer in of else None
-        # What is left alone is as exact as Inductor, of which this is no test.
+        # What is not fused is as exact as Inductor, which is not tested here.
         was_left = row.get("left") and not row.get("fused") and "error" not in row
         reasons.append(None if was_left else complaint(row))
         if not theirs or not row["ms"]:
@@ -200,7 +200,7 @@ def judged(rows: Sequence[Row], slowest: float = SLOWEST) -> tuple[dict[str, Any
 
 
 def warm(case: DrawnCase, device: torch.device) -> None:
-    """Compile and call once all that `run_case` times without max-autotune."""
+    """Compile, and call once, all that `run_case` times without max-autotune."""
     torch._dynamo.reset()
     made = Case.make(case.problem, case.problem.full, case.precision, case.mode, device)
     for system in SYSTEMS:
@@ -219,7 +219,7 @@ def run_case(case: DrawnCase, device: torch.device, tuned: bool, timing: Timing)
 
 
 def write(path: Path, here: Machine, commit: str | None, lines: Sequence[dict[str, Any]]) -> str:
-    """The record and, beside it, its table; what to say of them."""
+    """Writes the record and, next to it, its table; returns a summary."""
     record = results.save(path, here, commit, cases=lines)
     failures = failures_of(lines)
     summary = (
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-autotune", type=int, default=10, metavar="CASES")
     parser.add_argument("--largest", type=int, default=ELEMENTS, metavar="ELEMENTS")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "conv_sweep")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument(
         "--nets", nargs="+", default=[], metavar="PRECISION", help="whole nets, too"
     )
@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--warm", action="store_true",
         help="time nothing, but fill the compilers' caches; several parts may do so at once, and "
-        "$FX_FUSER_CACHE_DIR/fx_fuser-v1/plans be deleted then",
+        "then $FX_FUSER_CACHE_DIR/fx_fuser-v1/plans can be deleted",
     )  # fmt: skip
     parser.add_argument("--again", type=Path, metavar="FILE", help="the record of another run")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="the records of parts")

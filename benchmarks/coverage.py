@@ -1,8 +1,8 @@
-"""Which anchors of models that people have are fused, and what is in the way of the others:
+"""Which anchors of models in use are fused, and what is in the way of the others:
 
-python -m benchmarks.coverage [NAME …] [--commit HASH]   # default: each whose package is there
+python -m benchmarks.coverage [NAME …] [--commit HASH]   # default: each whose package is installed
 
-Random small configurations, no downloads, on a CPU with `cpu_ops`, so that every site is taken
+Small random configurations, no downloads, on a CPU with `cpu_ops`, so that every site is taken
 that can be. Forward and one training step are judged by the accuracy contract against float64. The
 rows go to benchmarks/results/coverage/models.json; `python -m benchmarks.report` puts them into
 docs/models.md.
@@ -41,8 +41,8 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """One model. package: what it is from. make: the module, and what it is called with, from
-    the imported package and a scale: 1 for a small one; by so much widths and lengths grow."""
+    """One model. package: where it comes from. make: the module and its inputs, from the imported
+    package and a scale: 1 for a small one; widths and lengths grow by that factor."""
 
     package: str
     make: Callable[[Any, int], tuple[nn.Module, Inputs]]
@@ -50,7 +50,7 @@ class Model:
 
 @dataclass
 class Row:
-    """anchors: in the graphs. named, grown: those fused by a named pattern, and others. left: what
+    """anchors: in the graphs. named, grown: fused by a named pattern, or otherwise. left: what
     is in the way of the others → how many. error, eager: of the forward and of the training step
     against float64, fx_fuser's and eager's."""
 
@@ -78,7 +78,7 @@ def _tokens(scale: int) -> Inputs:
 
 
 def _states(scale: int) -> Inputs:
-    """Of diffusers' blocks: image and text tokens, and the embedding of time."""
+    """Inputs of diffusers' blocks: image and text tokens, and the embedding of time."""
     return {
         "hidden_states": torch.randn(2, 9 * scale, 32 * scale),
         "encoder_hidden_states": torch.randn(2, 5 * scale, 32 * scale),
@@ -87,7 +87,7 @@ def _states(scale: int) -> Inputs:
 
 
 def _transformer(name: str, **config: Any) -> Model:
-    """The class `name` of transformers, with what its configuration is called there."""
+    """The class `name` of transformers, with its configuration's own names."""
 
     def make(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
         kind = getattr(package, name)
@@ -141,7 +141,7 @@ def _triangle(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
         },
     )
     block = esmfold.EsmFoldTriangularSelfAttentionBlock(config.esmfold_config.trunk)
-    for parameter in block.parameters():  # some begin as zeros, and nothing would be seen
+    for parameter in block.parameters():  # some begin as zeros, which would hide errors
         nn.init.normal_(parameter, std=0.1)
     return block, {
         "sequence_state": torch.randn(1, length, 32 * scale),
@@ -212,7 +212,7 @@ def _lumina(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
 
 
 def _image_net(package: str, name: str) -> Model:
-    """At its own width: a scale makes more and larger images."""
+    """At its own width: the scale gives more and larger images."""
 
     def make(found: Any, scale: int) -> tuple[nn.Module, Inputs]:
         build = found.create_model if package == "timm" else getattr(found.models, name)
@@ -250,7 +250,7 @@ MODELS: dict[str, Model] = {
         shared_expert_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,
-        experts_implementation="eager",  # the others take no float64
+        experts_implementation="eager",  # the others do not take float64
     ),
     "Phi-3": _transformer("Phi3ForCausalLM", **_LLAMA),
     "Gemma": _transformer("GemmaForCausalLM", **_LLAMA, head_dim=8),
@@ -282,7 +282,7 @@ MODELS: dict[str, Model] = {
 }
 
 
-# ---- what is seen of one ------------------------------------------------------------------------
+# ---- one model, examined ------------------------------------------------------------------------
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -328,7 +328,7 @@ def examined(name: str) -> Row:
 def made_of(model: Model, scale: int = 1) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(0)
     made, inputs = model.make(importlib.import_module(model.package), scale)
-    for module in made.modules():  # its mask is not float64's
+    for module in made.modules():  # its mask is not float64
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return made, inputs
@@ -420,7 +420,7 @@ def main(arguments: list[str]) -> int:
     """Examine these models, and keep the rows of the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage")
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
+    parser.add_argument("--commit", default=commit_here() or "", help="if there is no git")
     chosen = parser.parse_args(arguments)
     rows = {row.model: row for row in read()}
     for name in chosen.names or MODELS:

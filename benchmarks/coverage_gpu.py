@@ -4,10 +4,10 @@
     python -m benchmarks.coverage_gpu [NAME …] --first-calls N
 
 Inductor and fx_fuser in one process, fp32 at torch's defaults. Compile time is the first call's,
-with empty caches but for fx_fuser's kernels, which an earlier compilation left. GPU time is of one
-forward pass, or of a training step. Values are judged as on the CPU. With `--turns`, N such
-processes compile side by side, wait for each other and then time one by one. With `--first-calls`
-nothing but first calls is timed, N of each mode by turns, and printed. The rows go to
+with empty caches except for fx_fuser's kernels, which an earlier compilation left. GPU time is of
+one forward pass, or of a training step. Values are judged as on the CPU. With `--turns`, N such
+processes compile side by side, wait for each other and then time one by one. `--first-calls` times
+only first calls, N of each mode in turns, and prints them. The rows go to
 benchmarks/results/coverage/gpu.json; `python -m benchmarks.report` puts them into docs/models.md.
 """
 
@@ -47,14 +47,14 @@ PATH = Path("coverage", "gpu.json")
 SCALE = 32
 CUDA = torch.device("cuda")
 MODES = ("inductor", "fx_fuser")
-SLOWER_S, SLOWER = 3.0, 1.10  # of compile time, the larger counts
+SLOWER_S, SLOWER = 3.0, 1.10  # of compile time; the larger counts
 NOISE = 1.02  # of GPU time
 
 
 @dataclass
 class Row:
     """compile_s, gpu_ms: mode → what was measured. fused: sites. error, eager, inductor: against
-    float64; inductor's only where fx_fuser's is not within the contract by eager's."""
+    float64; inductor's only if fx_fuser's is not within the contract by eager's."""
 
     model: str
     package: str
@@ -108,7 +108,7 @@ def on_gpu(model: coverage.Model, train: bool) -> tuple[nn.Module, coverage.Inpu
 def first_call(
     model: nn.Module, backend: Any, inputs: coverage.Inputs, train: bool
 ) -> tuple[Callable[..., Any], float]:
-    """The model compiled, with empty caches but for fx_fuser's kernels; seconds of its call."""
+    """The model compiled, with empty caches except for fx_fuser's kernels; seconds of its call."""
     run = torch.compile(model, backend=backend, dynamic=False)
     with fresh_cache():
         torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def first_call(
 
 
 def compiled(name: str, train: bool, commit: str, profile: bool = False) -> Compiled:
-    """Both modes' first calls, timed; and what they compute, judged."""
+    """Times both modes' first calls, and judges their results."""
     model = coverage.MODELS[name]
     row = Row(
         name,
@@ -158,7 +158,7 @@ def compiled(name: str, train: bool, commit: str, profile: bool = False) -> Comp
 
 
 def first_calls(name: str, train: bool, count: int) -> dict[str, list[float]]:
-    """Seconds of `count` first calls of each mode, by turns, after one that leaves its kernels."""
+    """Seconds of `count` first calls of each mode, in turns, after one that leaves its kernels."""
     made, inputs = on_gpu(coverage.MODELS[name], train)
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     turns = [MODES[:: 1 if i % 2 == 0 else -1] for i in range(count)]
@@ -189,7 +189,7 @@ def turn(folder: Path | None, count: int, deadline: float) -> Iterator[None]:
 
 
 def faults(row: Row) -> list[str]:
-    """Where a row falls short of what is promised."""
+    """Where a row falls short of what we promise."""
     if row.failed:
         return [row.failed]
     found = []
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--phase", choices=("evaluation", "training"))
     parser.add_argument("--profile", action="store_true", help="where first calls spend their time")
     parser.add_argument("--first-calls", type=int, metavar="N")
-    parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
+    parser.add_argument("--commit", default=commit_here() or "", help="if there is no git")
     parser.add_argument("--out", type=Path, default=FOLDER / PATH, metavar="FILE")
     chosen = parser.parse_args(arguments)
     torch._dynamo.config.recompile_limit = 1000  # all are kept until they are timed

@@ -113,7 +113,7 @@ def timing(failures: list[str]) -> list[list[object]]:
         floor = (x.nbytes + out.nbytes) / COPY * 1e3
         took = gpu_ms({"library": library, "ours": ours}, [], CUDA)
         alone, ms = took["library"], took["ours"]
-        # Inductor's pass takes a copy's time at best.
+        # Inductor's pass takes at least as long as a copy.
         least = alone + 2 * out.nbytes / COPY * 1e3
         kind = "NHWC" if layout is FORMATS[0] else "NCHW"
         name = f"{channels} x {side}², {height} x {width} / {stride}, {dtype} {kind}"

@@ -16,7 +16,7 @@ WORTH = 1.05  # of wall time: a gain that a user notices
 
 @dataclass(frozen=True)
 class Gain:
-    """Of one net: Inductor's time over fx_fuser's."""
+    """One net's ratios of Inductor's time to fx_fuser's."""
 
     gpu: float
     wall: float
@@ -46,7 +46,7 @@ def _of_16_bits(rows: Iterable[Any], step: str, convolutional: bool) -> list[Gai
 
 
 def _convolutional(rows: Iterable[ConvRow], inputs: str) -> list[Gain]:
-    """Those that ran alone."""
+    """Only nets that ran alone."""
     found = []
     for row in rows:
         if row.inputs == inputs and row.alone:
@@ -59,7 +59,7 @@ def _convolutional(rows: Iterable[ConvRow], inputs: str) -> list[Gain]:
 def table(
     whole: Sequence[Mapping[str, Any]], of_16_bits: Sequence[Any], convolutional: Sequence[ConvRow]
 ) -> str:
-    """A line a kind of net and step; empty where there are no rows."""
+    """A line for each kind of net and step; empty if there are no rows."""
     images = _convolutional(convolutional, "fp32")
     transformers, convolutions = "transformers, DLRM, speech", "convolutional nets"
     kinds = (

@@ -1,11 +1,11 @@
-"""First calls of unmodified nets in fp32 inference, with cold caches, beside Inductor:
+"""First calls of unmodified nets in fp32 inference, with cold caches, compared with Inductor:
 
     python -m benchmarks.first_calls [--only NET …] [--rounds N] [--installed FOLDER]
 
-Each first call is of a process of its own that has compiled something else before, with empty
-folders for Inductor's cache and fx_fuser's; Inductor and fx_fuser take turns, and nothing runs
-beside them. `--installed`: where `pip install --target FOLDER` has put a wheel, whose fx_fuser and
-kernels are then used, and not this checkout's.
+Each first call is in its own process, which has compiled something else before, with empty
+folders for Inductor's cache and fx_fuser's. Inductor and fx_fuser take turns, and nothing else
+runs. `--installed`: where `pip install --target FOLDER` has put a wheel, whose fx_fuser and kernels
+are then used instead of this checkout's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_S = 240.0  # of one process
 
 
 def here(name: str, system: str) -> dict[str, Any]:
-    """One first call, in this process. compiled: the kernels of ours that no wheel brought."""
+    """One first call, in this process. compiled: our kernels that no wheel brought."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     conv_nets.warm_up(device)
     net = replace(NETS[name], precisions={"eval": "fp32"})
@@ -62,7 +62,7 @@ def spawn(name: str, system: str, installed: Path | None) -> dict[str, Any]:
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        # -P: the folder it begins in comes before none of these.
+        # -P: the current folder does not come before these.
         command = [sys.executable, "-P", "-m", "benchmarks.first_calls", "--child", name, system]
         done = subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, timeout=MOST_S

@@ -16,7 +16,7 @@ _CALLED = {"fx_fuser": "ours", "gemm": "GEMM", "copies": "other", "torch's own":
 
 
 def kind(name: str) -> str:
-    """As `fx_fuser.compare.kernels.kind`, in the words of the tables."""
+    """Like `fx_fuser.compare.kernels.kind`, in the words of the tables."""
     found = kernels.kind(name)
     return _CALLED.get(found, found)
 
@@ -47,7 +47,7 @@ def medians(
     device: torch.device,
     rounds: int = 5,
 ) -> dict[str, dict[str, float]]:
-    """By step and kind, over rounds that take all steps in turn; "all" is the whole step's."""
+    """By step and kind, over rounds that take all steps in turn; "all" is the whole step."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():

@@ -16,12 +16,12 @@ from benchmarks import results
 
 
 def parser(module: str) -> argparse.ArgumentParser:
-    """Of `python -m benchmarks.<module>`."""
+    """The parser of `python -m benchmarks.<module>`."""
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
 
 
 def progress() -> Callable[[str], None]:
-    """To be called when something is done: says so, and when since now."""
+    """Returns a function to call when something is done: it says so, and how long that took."""
     started = time.perf_counter()
 
     def done(what: str) -> None:
@@ -32,14 +32,14 @@ def progress() -> Callable[[str], None]:
 
 
 class Overtime(BaseException):
-    """No Exception, which a compiler may take for a failure of its own and go on from."""
+    """Not an Exception: a compiler may take that for its own failure and continue."""
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises Overtime in what takes longer, at the next step of the interpreter; main thread only.
+    """Raises Overtime in what takes longer, at the interpreter's next step; main thread only.
 
-    What does not come back to the interpreter, such as a kernel that hangs, is not ended.
+    What does not return to the interpreter, such as a kernel that hangs, is not stopped.
     """
 
     def over(_signal: int, _frame: FrameType | None) -> None:
@@ -56,7 +56,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Budget:
-    """Seconds from its making on, shared among parts of unknown length."""
+    """Seconds from its creation on, shared among parts of unknown length."""
 
     seconds: float
     least: float = 5.0  # with less no part begins
@@ -68,8 +68,8 @@ class Budget:
         return self.end - time.monotonic()
 
     def share(self, parts: int) -> float | None:
-        """What the first of so many parts may take: three times an even share, since what a part
-        leaves goes to the others. None where there is no time for any.
+        """What the first of so many parts may take: three times an even share, since the others get
+        what a part leaves. None if there is no time for any.
         """
         left = self.left()
         return None if left < self.least else min(left, max(self.least, 3 * left / parts))

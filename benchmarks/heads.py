@@ -1,9 +1,9 @@
-"""Heads with their loss beside Inductor's, by turns: a training step's time and peak memory.
+"""Heads with their loss, in turns with Inductor's: a training step's time and peak memory.
 
-    python -m benchmarks.heads            # heads alone, then GPT-2 and a Llama
+    python -m benchmarks.heads            # only heads, then GPT-2 and a Llama
     python -m benchmarks.heads gpt2       # those whose name contains "gpt2"
 
-Values of heads alone are compared with float64 as well.
+Values of the bare heads are compared with float64 as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 
 class Head(nn.Module):
-    """cast: the dtype of an autocast; None: of weights of bf16. returns: the logits, too."""
+    """cast: the dtype of an autocast; None: bf16 weights. returns: the logits, too."""
 
     def __init__(
         self, width: int, columns: int, cast: torch.dtype | None, returns: bool = False
@@ -43,7 +43,7 @@ class Head(nn.Module):
 
 
 class LossOf(nn.Module):
-    """Of a model of transformers. returns: the logits, too; else nobody reads them."""
+    """A transformers model's loss. returns: the logits, too; otherwise nothing reads them."""
 
     def __init__(self, model: Any, casts: bool, returns: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class LossOf(nn.Module):
 
 
 def loss_alone(made: Any) -> Tensor:
-    """What a trainer sends a gradient through."""
+    """The result from which a trainer runs backward."""
     loss: Tensor = made[0] if isinstance(made, tuple) else made
     return loss
 
@@ -84,7 +84,7 @@ def gpt2(returns: bool = False) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=6))
-    model.loss_type = "ForCausalLM"  # else transformers warns, where Dynamo ends the graph
+    model.loss_type = "ForCausalLM"  # otherwise transformers warns, which breaks Dynamo's graph
     return net(model, True, 8, 50257, returns)
 
 
@@ -100,7 +100,7 @@ def llama(returns: bool = False) -> Any:
 
 
 class Gemma(Head):
-    """Its head: a soft cap, and more columns."""
+    """Gemma's head: a soft cap, and more columns."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         logits = torch.tanh(self.head(x) / 30.0) * 30.0

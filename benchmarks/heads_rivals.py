@@ -1,12 +1,12 @@
-"""Heads with their loss beside what else saves their memory, by turns: time and peak of a step.
+"""Heads with their loss and other ways to save their memory, in turns: time and peak of a step.
 
     python -m benchmarks.heads_rivals            # all heads
     python -m benchmarks.heads_rivals Llama      # those whose name contains "Llama"
 
-Inductor; Inductor with `auto_chunker`, by its own number of chunks and by 8; torch's chunked
-`linear_cross_entropy` of a rewritten model, where torch has it (2.15), eager and compiled; and
+Inductor; Inductor with `auto_chunker`, with its own number of chunks and with 8; torch's chunked
+`linear_cross_entropy` in a rewritten model, if torch has it (2.15), eager and compiled; and
 fx_fuser. Milliseconds are the median of steps run back to back, MiB the peak of a step beyond what
-is there before it.
+was allocated before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, int, int, torch.dtype | None]] = {
 
 
 class Rewritten(Head):
-    """By torch's own op."""
+    """The head with torch's own op."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         with torch.autocast("cuda", self.cast or BF16, enabled=self.cast is not None):

@@ -1,12 +1,12 @@
-"""What fp16 planes lose beside TF32, emulated on the CPU:
+"""What fp16 planes lose compared with TF32, emulated on the CPU:
 
     python -m benchmarks.high_accuracy [--k 64 1024]
 
-A *plane* is an fp32 matrix in fp16, scaled by powers of two: one for the tensor, or one a row, by
-which the largest value comes to [2^14, 2^15). TF32 is emulated with round-to-nearest; products are
-summed in float64, so what differs is the operands' rounding alone. `ratio` is a plane's error to
-TF32's, over the whole result and in its worst row; `flagged` are results that a kernel would not
-trust, `rest` is the ratio where those are taken as TF32 has them.
+A *plane* is an fp32 matrix in fp16, scaled by powers of two, one for the tensor or one per row,
+that bring the largest value into [2^14, 2^15). TF32 is emulated with round-to-nearest; products are
+summed in float64, so only the operands' rounding differs. `ratio` is a plane's error over TF32's,
+for the whole result and for its worst row; `flagged` are results that a kernel would not trust;
+`rest` is the ratio if those are taken from TF32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.sm90 import normal, relative, spread, worst_row
 
 TOP = 14  # the exponent to which a scale brings the largest value
 LEAST_NORMAL = 2.0**-14  # of fp16
-LEAST_SUM = 0.5  # times the root of k: the scaled sums below it are not trusted
+LEAST_SUM = 0.5  # times the root of k: scaled sums below it are not trusted
 ALLOWED = 1.05  # times TF32's error
 
 
 def to_tf32(x: Tensor) -> Tensor:
-    """Rounded to nearest, ten bits behind the point. Exponents are fp32's."""
+    """Rounded to nearest, with ten fraction bits and fp32's exponents."""
     bits = x.view(torch.int32)
     rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)
@@ -80,7 +80,7 @@ class Row:
 
 
 def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, x [m, k], weight [n, k]: the split gemm's, and what breaks this one."""
+    """Name, x [m, k], weight [n, k]: the split gemm's data, and data that breaks this one."""
     yield from linear_sm90.families(m, n, k)
     for decades in (9, 10, 12):
         columns = spread(decades / 2, 1, k)
@@ -98,14 +98,14 @@ def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def flagged(x: Plane, weight: Plane, sums: Tensor) -> Tensor:
-    """Which results the kernel does not trust: of a pair of rows of the weight, both sums are
-    small, and something was lost."""
+    """Which results the kernel does not trust: both sums of a pair of the weight's rows are small,
+    and something was lost."""
     if not bool(x.lost.any() or weight.lost.any()):
         return torch.zeros_like(sums, dtype=torch.bool)
     small = sums.abs() < LEAST_SUM * x.values.shape[1] ** 0.5
     if x.values.shape[0] == 0:
         return small
-    # Of a thread: rows r and r + 8 of each 16 of the weight.
+    # A thread has rows r and r + 8 of each 16 of the weight.
     pairs = small.unflatten(1, (-1, 2, 8))
     return pairs.all(2, keepdim=True).expand_as(pairs).flatten(1)
 

@@ -1,10 +1,10 @@
-"""What a step costs the host, beside Inductor, by turns in one process:
+"""Host time of a step, in turns with Inductor in one process:
 
     python -m benchmarks.host [--only CASE …] [--step eval train]
 
-`host_ms`: from an idle GPU until a step's last launch is queued. `steady_ms`: by the clock, of
-steps run back to back. `gpu_ms`: how long the GPU is busy. Where `steady_ms` is well above
-`gpu_ms`, the net is launch-bound, and the clock does not show what the GPU saves.
+`host_ms`: from an idle GPU until a step's last launch is queued. `steady_ms`: wall time of steps
+run back to back. `gpu_ms`: how long the GPU is busy. If `steady_ms` is well above `gpu_ms`, the net
+is launch-bound, and wall time does not show what the GPU saves.
 
 Each case and step has its own process, since the profiler slows the launches of the one it ran in
 (`fx_fuser.compare.turns.kernels_of`).
@@ -31,7 +31,7 @@ from benchmarks.nets16_models import NETS, Net16
 from fx_fuser.compare import turns
 
 ROUNDS = 15
-# Net, number of items, and an item's shape if it is another than the net's.
+# Net, number of items, and an item's shape if it differs from the net's.
 CASES: dict[str, tuple[str, int, tuple[int, ...] | None]] = {
     "resnet18 × 1": ("resnet18", 1, None),
     "resnet18 × 32": ("resnet18", 32, None),

@@ -3,7 +3,7 @@
     python -m benchmarks.implicit
 
 Medians with the L2 cache cleared before each call, on random data; each result is compared with
-float64's. Beside them: the library's convolution with a pointwise kernel, which stands for
+float64's. Compared with: the library's convolution with a pointwise kernel, which stands for
 Inductor's code (the same within 3 %), and the library's fused call on folded weights.
 `python -m pytest tests/kernels/test_implicit.py` checks the kernel.
 """
@@ -51,7 +51,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Window:
-    """How a convolution goes over an image; pairs are down and across."""
+    """How a convolution moves over an image; pairs are down and across."""
 
     stride: tuple[int, int] = (1, 1)
     padding: Padding = NONE
@@ -180,13 +180,13 @@ class Timed:
         return folded.bound(self.operands(), *given, folded.fold_in_torch)
 
     def exact(self, few: slice = slice(None)) -> Tensor:
-        """Of these samples."""
+        """The exact result for these samples."""
         c = self.window.convolve(self.x[few].double(), self.weight.double())
         z = F.batch_norm(c, *(v.double() for v in self.vectors))
         return self.tail.reference(z, *(v[few].double() for v in self.t))
 
     def error(self) -> float:
-        """Of our result, of some samples, against float64."""
+        """Our result's error for some samples, against float64."""
         few = slice(None, None, 32)
         self.out.fill_(float("nan"))
         self.ours()
@@ -195,7 +195,7 @@ class Timed:
 
 
 def timing(failures: list[str]) -> list[str]:
-    """A table for each net, of which the last line is the sum over its layers."""
+    """A table for each net, whose last line is the sum over its layers."""
     counts = {net: collections.Counter(layers()) for net, layers in NETS.items()}
     known: dict[Layer, list[float]] = {}
     tables = []
@@ -228,7 +228,7 @@ def timing(failures: list[str]) -> list[str]:
 
 
 def _times(layer: Layer, failures: list[str]) -> list[float]:
-    """ms: by bytes, of the convolution alone, with a pass, folded, ours; and our error."""
+    """ms: by bytes, of the bare convolution, with a pass, folded, ours; and our error."""
     timed = Timed(layer)
     error = timed.error()
     if not error <= ROUNDED[torch.bfloat16]:

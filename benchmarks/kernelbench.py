@@ -4,17 +4,17 @@ FOLDER: a checkout of https://github.com/ScalingIntelligence/KernelBench that yo
 it is in this repository. Its rules, as of 423217d (src/kernelbench/eval.py):
 
 - weights: `set_seed(42)`, `Model(*get_init_inputs())`, drawn on the CPU, then moved, in fp32;
-- inputs: `get_inputs()`, for each trial after a seed that `manual_seed(42)` gives;
+- inputs: `get_inputs()`, for each trial after a seed drawn from `manual_seed(42)`;
 - no `.eval()`, so that BatchNorm and dropout train; under `no_grad`; torch's default precisions;
 - a result passes if `torch.allclose(eager, result, atol=1e-4, rtol=1e-4)`, the tolerance of
   `get_tolerance_for_precision` for fp32; one trial by default, as `eval_kernel_against_ref`;
 - times with a cleared L2 cache, here medians of all modes in turn on the last trial's inputs.
 
-Two things differ: the seed is set ahead of every call, so that dropout draws the same numbers in
-eager mode at least, and all modes share one model, which keeps the weights once.
+Two things differ: the seed is set before every call, so that dropout draws the same numbers in
+eager mode at least; and all modes share one model, so the weights exist once.
 
-A row a problem is written as soon as it is measured. A mode that fails leaves its error; where the
-GPU is lost with it, the process starts anew behind that problem.
+A row per problem is written as soon as it is measured. A mode that fails leaves its error; if it
+also loses the GPU, the process starts again after that problem.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETS: dict[str, Callable[[Problem], bool]] = {
     "all": lambda problem: True,
     "products": lambda problem: (problem.level, problem.number) in tables.PRODUCTS,
     "linear": lambda problem: problem.level == 2 and "nn.Linear(" in problem.path.read_text(),
-    # What a change of fx_fuser could make slower.
+    # Problems that a change of fx_fuser could make slower.
     "anchors": lambda problem: bool(_ANCHOR.search(problem.path.read_text())),
 }
 
@@ -63,7 +63,7 @@ def lost(device: torch.device) -> bool:
 
 
 def restart(arguments: Sequence[str], seconds: float) -> None:
-    """The rest in a new process: what is in the file is not measured again."""
+    """Measures the rest in a new process: rows in the file are not measured again."""
     sys.stdout.flush()
     rest = [*arguments, "--resume", "--budget", str(int(seconds))]
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.kernelbench", *rest])
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     found.add_argument(
         "--modes", nargs="+", choices=MODES, default=MODES[:3],
-        help="max-autotune, which is slow to compile, only where it is named; eager always",
+        help="max-autotune, which is slow to compile, only if it is named; eager always",
     )  # fmt: skip
     found.add_argument("--seconds", type=float, default=120, help="that one problem may take")
     found.add_argument("--budget", type=float, default=86400, help="seconds for all of them")
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     found.add_argument("--out", type=Path, metavar="FILE")
     found.add_argument("--resume", action="store_true", help="leave out what the file has")
-    found.add_argument("--commit", help="what is measured, where git cannot tell")
+    found.add_argument("--commit", help="the measured commit, if there is no git")
     return found
 
 
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     budget = harness.Budget(args.budget)
     commit = args.commit or commit_here()
     if commit is None:
-        options.error("there is no git here: name the commit that is measured with --commit")
+        options.error("there is no git here: name the measured commit with --commit")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = measure.machine(device)
     path: Path = args.out or results.path_for(here["gpu"], results.FOLDER / "kernelbench")

@@ -27,17 +27,17 @@ SEED = 42
 TOLERANCE = 1e-4  # absolute and relative
 EXACT_BYTES = 60 * 2**30  # that float64 may take
 EXACT_SECONDS = 5.0
-_SLOWDOWN = 50  # of float64 beside TF32, at a guess, where it decides how many rows are compared
+_SLOWDOWN = 50  # of float64 compared with TF32, a guess, to decide how many rows are compared
 _CHUNK = 2**26  # elements compared at a time
 
 
 class Result(measure.Sites, total=False):
-    """What one mode did with one problem; what is not there was not reached."""
+    """What one mode did with one problem; missing keys were not reached."""
 
-    gpu_ms: float  # median, L2 cleared, all of a call queued before the GPU comes to it
+    gpu_ms: float  # median, L2 cleared, all of a call queued before the GPU starts it
     wall_ms: float  # median, L2 cleared, from an idle GPU until it is idle
     compile_s: float  # the first call
-    peak_mib: float  # device memory at the height of one call, weights and inputs included
+    peak_mib: float  # peak device memory of one call, weights and inputs included
     err_fro: float  # relative Frobenius error against float64, the largest over trials
     err_max: float  # the largest error over the largest magnitude, likewise
     matches: bool  # torch.allclose with eager's result, by KernelBench's tolerance
@@ -60,7 +60,7 @@ class Row(Machine, total=False):
 
 @dataclass(frozen=True)
 class Problem:
-    """A file of KernelBench's, `level2/59_Matmul_Swish_Scaling.py` say."""
+    """A KernelBench file, say `level2/59_Matmul_Swish_Scaling.py`."""
 
     path: Path
     level: int
@@ -71,18 +71,18 @@ class Problem:
         return self.path.stem.partition("_")[2].strip("_")
 
     def load(self) -> ModuleType:
-        """Run as a module of its own, that Dynamo finds the source of."""
+        """Run as its own module, so that Dynamo finds its source."""
         name = f"kernelbench_{self.level}_{self.number}"
         spec = importlib.util.spec_from_file_location(name, self.path)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{self.path} is no Python file")
+            raise ImportError(f"{self.path} is not a Python file")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
 
 
 def find(folder: Path, levels: Sequence[int]) -> list[Problem]:
-    """By level and number. folder: KernelBench's checkout, or what holds its level1, level2."""
+    """By level and number. folder: KernelBench's checkout, or the folder of its level1, level2."""
     inner = folder / "KernelBench"
     found = []
     for level in levels:
@@ -95,13 +95,13 @@ def find(folder: Path, levels: Sequence[int]) -> list[Problem]:
 
 
 def trial_seeds(trials: int) -> list[int]:
-    """As its `run_and_check_correctness` draws them."""
+    """Drawn as its `run_and_check_correctness` does."""
     torch.manual_seed(SEED)
     return [int(torch.randint(0, 2**32 - 1, (1,)).item()) for _ in range(trials)]
 
 
 def placed(values: Any, device: torch.device) -> list[Any]:
-    """As its `_process_input_tensor`: every tensor becomes fp32, labels and masks too."""
+    """Like its `_process_input_tensor`: every tensor becomes fp32, labels and masks too."""
     return [v.to(device, torch.float32) if isinstance(v, Tensor) else v for v in values]
 
 
@@ -121,7 +121,7 @@ def chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def matches(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """`torch.allclose` by KernelBench's tolerance; in parts, since it takes much memory."""
+    """`torch.allclose` with KernelBench's tolerance; in parts, since it takes much memory."""
     if [t.shape for t in found] != [t.shape for t in expected]:
         return False
     return all(
@@ -134,7 +134,7 @@ def matches(found: list[Tensor], expected: list[Tensor]) -> bool:
 def errors(found: list[Tensor], exact: list[Tensor]) -> tuple[float, float]:
     """Relative Frobenius error, and the largest over the largest magnitude, of all together.
 
-    NaN or infinite where `found` is and `exact` is not; what is no number in both does not count.
+    NaN or infinite if `found` is and `exact` is not; elements that are NaN in both do not count.
     """
     square = whole = largest = top = 0.0
     for one, other in zip(found, exact):
@@ -157,7 +157,7 @@ def in_float64(model: nn.Module, inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def fewer_rows(inputs: Sequence[Any], rows: int) -> Iterator[list[Any]]:
-    """Ways to take some rows of a batch: of the first input alone, then of all as long as it."""
+    """Ways to take some rows of a batch: of only the first input, then of all with its length."""
     first = tensors(inputs)[0]
     for others in (False, True):
         yield [
@@ -173,12 +173,12 @@ def fewer_rows(inputs: Sequence[Any], rows: int) -> Iterator[list[Any]]:
 def some_rows(model: nn.Module, inputs: Sequence[Any], rows: int) -> list[Tensor] | None:
     """The first rows of the result in float64, if they do not depend on the rows behind them.
 
-    They do not where half as many rows come out the same by themselves.
+    To find out, half as many rows are computed by themselves: they must come out the same.
     """
     for whole, half in zip(fewer_rows(inputs, rows), fewer_rows(inputs, rows // 2)):
         try:
             found, again = in_float64(model, whole), in_float64(model, half)
-        except RuntimeError:  # shapes that do not go together
+        except RuntimeError:  # incompatible shapes
             continue
         shapes = all(
             a.ndim and b.ndim and a.shape[0] == rows and b.shape[0] == rows // 2
@@ -192,9 +192,9 @@ def some_rows(model: nn.Module, inputs: Sequence[Any], rows: int) -> list[Tensor
 def reference(
     model: nn.Module, inputs: Sequence[Any], working: int, seconds: float
 ) -> tuple[list[Tensor] | None, str]:
-    """The result in float64, of some rows where all take too much, and what there is to say.
+    """The result in float64, for some rows if all take too much; and a note, if there is one.
 
-    working, seconds: bytes beside weights and inputs, and time, of the call in eager mode.
+    working, seconds: bytes in addition to weights and inputs, and time, of the call in eager mode.
     """
     needed = 2 * (size_of(list(model.parameters())) + size_of(list(inputs)) + working)
     part = min(1.0, EXACT_BYTES / max(needed, 1), EXACT_SECONDS / max(_SLOWDOWN * seconds, 1e-9))
@@ -214,7 +214,7 @@ def reference(
 
 
 class Bench:
-    """A problem under way; `row` holds what is known of it, whenever it is ended."""
+    """A problem under way; `row` has what is known about it, whenever it ends."""
 
     def __init__(self, problem: Problem, device: torch.device, on_device: bool, trials: int):
         self.device, self.on_device, self.trials = device, on_device, trials
@@ -258,7 +258,7 @@ class Bench:
         self.time(ready, end)
 
     def check(self, model: nn.Module, inputs: list[Any], systems: Sequence[System]) -> None:
-        """Every mode's result beside eager's and that in float64."""
+        """Compares every mode's result with eager's and with float64's."""
         torch.manual_seed(SEED)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -342,7 +342,7 @@ def measure_problem(
 ) -> Row:
     """One row, whatever happens. A mode that raises leaves its error there; the others go on.
 
-    seconds: that all of it may take.
+    seconds: for all of it.
     """
     bench = Bench(problem, device, on_device, trials)
     try:

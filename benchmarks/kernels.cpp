@@ -1,4 +1,4 @@
-// The library of kernels.h. It stands beside the shim, and is given the driver as that is.
+// The library of kernels.h. It is loaded next to the shim, and gets the driver in the same way.
 #include "kernels.h"
 
 namespace fx_fuser {

@@ -1,4 +1,4 @@
-// Ops that launch one kernel on tensors that exist, for benchmarks and tests: kernels.py says what
+// Ops that launch one kernel on existing tensors, for benchmarks and tests: kernels.py says what
 // they do. They take the handles that the shim's `load` returns. Graphs call fx_fuser::run.
 #pragma once
 
@@ -31,7 +31,7 @@ const Kernels& kernels_of(int64_t handle) {
   return *reinterpret_cast<const Kernels*>(handle);
 }
 
-// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way. exact: no
+// chunks: 0: as many as are fastest. first: "x", "weight" or "", the faster of the two. exact: no
 // scales are guessed.
 bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& out,
@@ -44,9 +44,9 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
                           {operands, scalars}, wish);
 }
 
-// sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
-// where the weight is split first, else 0; then the nanoseconds that are modelled for it, and for
-// the library. Needs no GPU.
+// sizes: batches, m, n, k of operands that need no copy. Returns into how many chunks k is divided,
+// and 1 if the weight is split first, otherwise 0; then the modelled nanoseconds of that and of the
+// library. Needs no GPU.
 std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
                                          const std::vector<double>& given) {
   STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
@@ -188,7 +188,7 @@ bool attention_bias(int64_t handle, const std::vector<Tensor>& tensors, const Te
   return run_attention_bias(kernels_of<AttentionBiasKernels>(handle), call, out, lse);
 }
 
-// tensors: q, k, v, bias, out, lse, dO, room for what is found of queries. to: dq, dk, dv and, if
+// tensors: q, k, v, bias, out, lse, dO, workspace for the queries. to: dq, dk, dv and, if
 // wanted, the bias's.
 bool attention_bias_backward(int64_t handle, const std::vector<Tensor>& tensors,
                              const std::vector<Tensor>& to, double scale, bool is_causal,
@@ -204,7 +204,7 @@ bool attention_bias_backward(int64_t handle, const std::vector<Tensor>& tensors,
   return run_attention_bias_backward(kernels_of<AttentionBiasBackwardKernels>(handle), gradients);
 }
 
-// tensors: q, k, v, out, lse, dO, room for what is found of queries. to: dq, and dk and dv of each
+// tensors: q, k, v, out, lse, dO, workspace for the queries. to: dq, and dk and dv of each
 // query head.
 bool attention_backward(int64_t handle, const std::vector<Tensor>& tensors,
                         const std::vector<Tensor>& to, double scale, bool is_causal,

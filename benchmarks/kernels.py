@@ -1,8 +1,8 @@
 """Gemms and convolutions as Python functions that launch one kernel: for benchmarks and tests.
 
-The package launches them in its ops (`fx_fuser.ops.library`), which also copy where strides need
-it, and use the library where a kernel does not take a call. The ops here are those of `kernels.h`,
-in a library of their own, which is compiled at the first call.
+The package launches them in its ops (`fx_fuser.ops.library`), which also copy if strides need it,
+and use the library if a kernel does not take a call. The ops here are those of `kernels.h`, in
+their own library, which is compiled at the first call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 @functools.cache
 def _ops() -> Any:
-    """Beside the shim, whose sources it includes and whose handles it takes."""
+    """Loads them next to the shim, whose sources they include and whose handles they take."""
     load.load_shim()
     host = compilers.of_shim()
     command = binaries.shim_command(host, [f"-I{HERE}", "-Wno-unused-function"])
@@ -55,10 +55,10 @@ def linear_split(
 ) -> bool:
     """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 gemm.
 
-    x and weight are float32, or one of them is of the dtype of the spec's first input, of 16 bits.
+    x and weight are float32, or one of them has the dtype of the spec's first input, of 16 bits.
 
-    No scales of an earlier weight are kept; replays of a CUDA graph read the tensors anew. The one
-    state between calls is the precision fallback: see `reset_fallback`.
+    No scales of an earlier weight are kept; replays of a CUDA graph read the tensors again. The
+    only state between calls is the precision fallback: see `reset_fallback`.
 
     Args:
         spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear/linear_split_sm90.cuh.
@@ -71,11 +71,11 @@ def linear_split(
         z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
         operands: of the dtypes that `spec` names; each broadcasts to out's shape.
         scalars: as many as `spec` names.
-        chunks: into which K is divided, or a few less; 0: as many as pay.
+        chunks: of K, or a few less; 0: as many as are fastest.
         first: the operand that a pre-pass splits, with exact scales; "": whichever is faster. A
             16-bit operand is always split first.
-        exact: find the scales of the other operand's rows by a pass over it, too. Else they are
-            guessed from 64 values a row, and tiles whose guesses fail are redone.
+        exact: find the scales of the other operand's rows in a pass over it, too. Otherwise they
+            are guessed from 64 values per row, and tiles whose guesses fail are redone.
 
     Strides: the tensors' leading dimensions must merge into three, the last of which are rows.
 
@@ -101,7 +101,7 @@ H200_FIGURES = (90, limits.H200.multiprocessors, 1_980_000, 3_201_000, 6144)
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """chunks: of K. weight_first: the pre-pass splits the weight, else x."""
+    """chunks: of K. weight_first: the pre-pass splits the weight, otherwise x."""
 
     chunks: int
     weight_first: bool
@@ -146,7 +146,7 @@ def linear_dense(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
 ) -> bool:
-    """As `linear_split`, in bfloat16, float16 or, for float32 tensors, TF32.
+    """Like `linear_split`, in bfloat16, float16 or, for float32 tensors, TF32.
 
     Args:
         spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear/linear_dense_sm90.cuh. Its
@@ -171,7 +171,7 @@ def linear_unaligned(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
 ) -> bool:
-    """As `linear_dense`, in bfloat16 or float16, of tensors with any alignment.
+    """Like `linear_dense`, in bfloat16 or float16, for tensors with any alignment.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.unaligned.unaligned`, see
@@ -189,13 +189,13 @@ def linear_unaligned(
 def linear_combs(
     spec: KernelSpec, x: Tensor, weight: Tensor, out: Tensor, scalars: Sequence[float]
 ) -> bool:
-    """As `linear_unaligned`, of matrices with no bias, z or operands.
+    """Like `linear_unaligned`, for matrices, without bias, z or operands.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.unaligned.combs`, see
             kernels_cu/linear/linear_combs_sm90.cuh.
-        x: [M, K], its rows or its k adjacent in memory; any pitch, from any element on, unless k
-            are adjacent in both operands: then 16-byte aligned.
+        x: [M, K], its rows or its k adjacent in memory; any pitch and address, unless k are
+            adjacent in both operands: then 16-byte aligned.
         weight: [N, K], 16-byte aligned. Its rows are adjacent, or its k if x's are.
         out: [M, N], columns adjacent; 16-byte aligned, or any if k are adjacent in both operands.
         scalars: as `linear_split`'s.
@@ -254,7 +254,7 @@ def conv_direct_statistics(
 ) -> bool:
     """Mean and biased variance [O] of conv2d(x, weight), which is not written. Deterministic.
 
-    Args: as `conv_direct`'s, with any epilogue; the results are float32 always.
+    Args: as `conv_direct`'s, with any epilogue; the results are always float32.
 
     Returns, raises: as `conv_direct`.
     """
@@ -277,11 +277,11 @@ def depthwise(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
 ) -> bool:
-    """As `conv_direct`, of a convolution in which every channel has a window of its own.
+    """Like `conv_direct`, for a convolution in which every channel has its own window.
 
     Args:
         spec: a kernel of a family `kernels.depthwise.depthwise`, see kernels_cu/conv/depthwise.cuh.
-        x: [N, C, H, W], channels_last (of an even C) or contiguous; out and c are as x.
+        x: [N, C, H, W], channels_last (of an even C) or contiguous; out and c are like x.
         weight: [C, 1, kh, kw], contiguous, of the family's window.
         padding, out, c, operands, scalars: as `conv_direct`'s.
 
@@ -302,15 +302,15 @@ def stem(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
 ) -> bool:
-    """As `conv_direct`, of a first layer's convolution; in fp32 in TF32.
+    """Like `conv_direct`, for a first layer's convolution; fp32 is multiplied in TF32.
 
     Args:
         spec: a kernel of a family `kernels.stem.stem`, see kernels_cu/conv/stem.cuh.
         x, weight: of the family's sizes, with any strides.
-        stride: [down, across], which are alike.
+        stride: [down, across], which are equal.
         padding: [left, right, top, bottom], zeros.
-        out, c: dense; in channels_last where x or the weight is. Either may be absent.
-        operands: each a number, or one a channel.
+        out, c: dense; in channels_last if x or the weight is. Either may be absent.
+        operands: each a number, or one per channel.
         scalars: as many as `spec` names.
 
     Returns, raises: as `conv_direct`.
@@ -331,7 +331,7 @@ def implicit(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
 ) -> bool:
-    """As `conv_direct`, of channels_last tensors of 16 bits, with any stride and dilation.
+    """Like `conv_direct`, for channels_last 16-bit tensors, with any stride and dilation.
 
     Args:
         spec: a kernel of a family `kernels.implicit.implicit`, see kernels_cu/conv/implicit.cuh.
@@ -341,7 +341,7 @@ def implicit(
         stride, dilation: [down, across].
         padding: [left, right, top, bottom], zeros.
         out, c: dense in channels_last.
-        operands: the family's leaves are one number a channel; others broadcast to out's shape.
+        operands: the family's leaves are one number per channel; others broadcast to out's shape.
         scalars: as many as `spec` names.
 
     Returns, raises: as `conv_direct`.
@@ -391,9 +391,9 @@ def conv_direct_backward(
         dy: contiguous, of x's dtype.
         x, weight, padding: as `conv_direct`'s.
         norm: None: z is the convolution.
-        dx, dweight: receive the gradients, contiguous, of x's dtype and float32; None: not wanted.
+        dx, dweight: receive the gradients, contiguous, of x's dtype and float32; None: not needed.
         dgamma, dbeta: [O], float32, receive the sums of dz times the normalised c, and of dz.
-        operands: of the dtypes that `spec` names, each a number a channel: [O, 1, 1] or [].
+        operands: of the dtypes that `spec` names, each a number per channel: [O, 1, 1] or [].
         scalars: as many as `spec` names.
 
     Returns, raises: as `conv_direct`.
@@ -437,9 +437,9 @@ def attention_split(
             have rows up to a multiple of 32, which receive infinity.
         scale: positive; None: 1 / sqrt(D).
         is_causal: query i sees keys 0...i.
-        seed: one number of int64, by which `fx_fuser.ops.attention_dropout` says which weights are
-            dropped.
-        dropout: the share of weights that is dropped, 0 where `spec` drops none.
+        seed: one int64 number, from which `fx_fuser.ops.attention_dropout` computes which weights
+            are dropped.
+        dropout: the share of weights that is dropped, 0 if `spec` drops none.
 
     Returns, raises: as `linear_split`.
     """
@@ -467,8 +467,8 @@ def attention_backward(
     Args:
         spec: a kernel of `fx_fuser.kernels.attention.backward_spec_of`, see
             kernels_cu/attention/attention_backward_sm90.cuh.
-        q, k, v, out, lse, scale, is_causal, seed, dropout: as `attention_split` had them, or made
-            them.
+        q, k, v, out, lse, scale, is_causal, seed, dropout: the arguments and results of
+            `attention_split`.
         d_out: the gradient of out, as q.
         to: receive the gradients: dq, as q; dk and dv of each query head, [B, H, keys, D]. Those of
             heads that share keys are to be added up.

@@ -29,7 +29,7 @@ from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
 @dataclass(frozen=True)
 class Example:
-    """An epilogue of examples.cuh and the same in torch ops, as f(z, operands, scalars)."""
+    """An epilogue of examples.cuh, and the same in torch ops, as f(z, operands, scalars)."""
 
     name: str
     reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]

@@ -1,9 +1,9 @@
-"""Times of the split fp32 gemm by mma.sync, on any GPU from Ampere on, beside the library and, on
-Hopper, the kernel of wgmma.
+"""Times of the split fp32 gemm with mma.sync, on any GPU from Ampere on, compared with the library
+and, on Hopper, with the wgmma kernel.
 
     python -m benchmarks.linear_mma [--compiled] [--once]
 
-Medians with the L2 cache cleared before each call, on random data, the splitting of x included;
+Medians with the L2 cache cleared before each call, on random data, including the splitting of x;
 each result is compared with float64's. `FX_FUSER_SPLIT_LOOP=mma python -m pytest
 tests/kernels/test_linear_sm90.py` checks the kernel.
 """
@@ -33,8 +33,8 @@ COPY = 4.28e12  # its bytes/s
 
 @dataclass(frozen=True)
 class Timing:
-    """ms of mma.sync's kernel, of wgmma's where the GPU has it, of the library in eager mode and of
-    torch.compile; what bytes and tensor cores ask for at least; errors against float64.
+    """ms of the mma.sync kernel, of the wgmma one if the GPU has it, of the library in eager mode
+    and of torch.compile; the least that bytes and tensor cores need; errors against float64.
     """
 
     problem: str

@@ -4,7 +4,7 @@
 
 `--results` keeps the figures where benchmarks/report.py finds them. Timings are medians with the L2
 cache cleared before each call, on random data, the splitting of x included; `sustained` is the mean
-of 0.4 s back to back, where the power cap binds.
+of 0.4 s back to back, where the power cap limits it.
 `python -m pytest tests/kernels/test_linear_sm90.py` checks the kernel.
 """
 
@@ -46,7 +46,7 @@ First = Literal["", "x", "weight"]  # the operand that is split first
 
 @dataclass(frozen=True)
 class Example:
-    """An epilogue of examples.cuh and the same in torch ops, as f(z, operands, scalars)."""
+    """An epilogue of examples.cuh, and the same in torch ops, as f(z, operands, scalars)."""
 
     spec: KernelSpec
     reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]
@@ -103,7 +103,7 @@ def run(
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Relative Frobenius errors against float64, over all and of the worst row by itself."""
+    """Relative Frobenius errors against float64, of the whole and of the worst row."""
 
     k: int
     data: str
@@ -129,7 +129,7 @@ def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def errors_of(ours: Tensor, sgemm: Tensor, exact: Tensor) -> list[float]:
-    """Of kernel and SGEMM, over all and of the worst row."""
+    """Of the kernel and of SGEMM, each of the whole and of the worst row."""
     return [of(value, exact) for of in (relative, worst_row) for value in (ours, sgemm)]
 
 
@@ -148,7 +148,7 @@ def accuracy() -> list[Accuracy]:
 
 @dataclass(frozen=True)
 class Timing:
-    """ms: the median, with the L2 cache cleared; again: once more; sustained: back to back."""
+    """ms: the median, with the L2 cache cleared; again: a second time; sustained: back to back."""
 
     problem: str
     ms: float
@@ -208,7 +208,7 @@ def timing(failures: list[str]) -> list[Timing]:
 
 
 def host_times() -> dict[str, float]:
-    """Of a call from Python, in µs."""
+    """Host times of a call from Python, in µs."""
     x, weight = torch.randn(8, 64, device=CUDA), torch.randn(8, 64, device=CUDA)
     out = torch.empty(8, 8, device=CUDA)
     return {

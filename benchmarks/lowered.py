@@ -1,4 +1,4 @@
-"""Which graphs Inductor lowers: of two systems with the same ones, what differs is its own."""
+"""Which graphs Inductor lowers: if two systems lower the same ones, they differ only by scatter."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 
 @contextmanager
 def seen(into: list[str]) -> Iterator[None]:
-    """A hash of each graph of ATen operations that Inductor lowers meanwhile, in this order.
+    """Records a hash of each graph of ATen operations that Inductor lowers meanwhile, in order.
 
-    It holds operations, arguments, dtypes, shapes and strides, and no names of nodes.
+    The hash covers operations, arguments, dtypes, shapes and strides, and no names of nodes.
     """
     make = GraphLowering.__init__
 

@@ -1,10 +1,10 @@
-"""What owners of GPUs send in, `python -m fx_fuser --report FILE`, as the table of docs/gpus.md.
+"""Reports of GPU owners, from `python -m fx_fuser --report FILE`, as the table of docs/gpus.md.
 
     python -m benchmarks.machines FILE... [--results FOLDER]
 
-Files are kept in benchmarks/results/machines, one a GPU and torch; a later one replaces an earlier.
-The table is printed; `python -m benchmarks.report` writes it into the page. A file whose self-test
-failed is kept and told, and its times are not shown.
+Files are kept in benchmarks/results/machines, one per GPU and torch; a later one replaces an
+earlier. The table is printed; `python -m benchmarks.report` writes it into the page. A file whose
+self-test failed is kept and mentioned, but its times are not shown.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HEADER = ("GPU", "main loop", "case", "Inductor, ms", "fx_fuser, ms", "speed-up"
 
 
 def checked(text: str, name: str) -> Machine:
-    """Raises ValueError if this is no report, or one of another version."""
+    """Raises ValueError if this is not a report, or one of another version."""
     try:
         data = json.loads(text)
         schema, _ = data["schema"], data["facts"]["gpus"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{name} is no report of python -m fx_fuser --report ({type(error).__name__}: {error})"
+            f"{name} is not from python -m fx_fuser --report ({type(error).__name__}: {error})"
         ) from error
     if schema != SCHEMA:
         raise ValueError(f"{name} has schema {schema}, and this is for {SCHEMA}")
@@ -44,7 +44,7 @@ def checked(text: str, name: str) -> Machine:
 
 
 def names_of(machine: Machine) -> dict[str, str]:
-    """Device → GPU, of those that were timed."""
+    """Device → GPU, for those that were timed."""
     timed = {row["device"] for row in machine["times"]}
     names = {f"cuda:{gpu['index']}": gpu["name"] for gpu in machine["facts"]["gpus"]}
     return {device: name for device, name in names.items() if device in timed}
@@ -89,7 +89,7 @@ def caption(machine: Machine) -> str:
 
 
 def table(machines: Sequence[Machine]) -> str:
-    """Empty if there are none."""
+    """The table of these machines; empty if there are none."""
     rows = [row for machine in machines for row in rows_of(machine)]
     if not rows:
         return ""

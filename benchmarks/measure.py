@@ -24,7 +24,7 @@ from fx_fuser.compare.counting import Sites, counted
 from fx_fuser.compare.turns import interleaved_rounds
 from fx_fuser.planning import timing
 
-__all__ = ["Sites", "counted", "interleaved_rounds"]  # what others find here, too
+__all__ = ["Sites", "counted", "interleaved_rounds"]  # re-exported for others
 
 DTYPES = {
     "fp32": torch.float32,
@@ -79,7 +79,7 @@ class Case:
         return case
 
     def in_float64(self) -> Case:
-        """The same numbers, as rounded to this case's dtype, held in float64."""
+        """The same numbers, rounded to this case's dtype, in float64."""
         model = copy.deepcopy(self.model).double()
         x = self.x.detach().double().requires_grad_(self.x.requires_grad)
         return Case(model, x, None if self.grad is None else self.grad.double())
@@ -130,7 +130,7 @@ def scales(reference: Mapping[str, Tensor]) -> dict[str, float]:
 def errors(
     values: Mapping[str, Tensor], against: Mapping[str, Tensor], scale: Mapping[str, float]
 ) -> dict[str, float]:
-    """Relative Frobenius errors by name; absolute where the scale is zero."""
+    """Relative Frobenius errors by name; absolute if the scale is zero."""
     found = {}
     for name, expected in against.items():
         difference = float((values[name].double() - expected.double()).norm())
@@ -145,8 +145,8 @@ def bounds(
 ) -> dict[str, float]:
     """The largest error that passes, by tensor, from the errors of "eager" (README, Accuracy).
 
-    On a CPU from the larger of those of "eager" and "inductor": fused sites are left to Inductor
-    there as plain torch operations, and its sums are less exact than eager's (those of BatchNorm's
+    On a CPU from the larger of the errors of "eager" and "inductor": there Inductor computes fused
+    sites as plain torch operations, and its sums are less exact than eager's (those of BatchNorm's
     gradients in #73 by a factor of 3).
     """
     factor = 2.0 if precision in ("bf16", "fp16") else 1.5
@@ -188,7 +188,7 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[
 
 
 def ratio_text(others: list[float], ours: list[float]) -> str:
-    """ "1.25×" of medians, or "same" where rounds do not agree on which of the two is faster."""
+    """ "1.25×" of medians, or "same" if rounds do not agree on which of the two is faster."""
     ratios = [other / own for other, own in zip(others, ours)]
     if len(ratios) > 1 and min(ratios) <= 1 <= max(ratios):
         return "same"
@@ -198,10 +198,10 @@ def ratio_text(others: list[float], ours: list[float]) -> str:
 def gpu_ms(
     steps: Mapping[str, Callable[[], object]], leaves: list[Tensor], device: torch.device
 ) -> dict[str, float]:
-    """The GPU's part of each step in ms: all of a step is queued before the GPU comes to it.
+    """The GPU's part of each step in ms: all of a step is queued before the GPU starts it.
 
-    What the host takes differs by 20 % from run to run of one code, and decides what `median_ms`
-    finds for steps that are short.
+    Host time differs by 20 % between runs of the same code, and decides what `median_ms` finds for
+    short steps.
     """
 
     def fresh(step: Callable[[], object]) -> object:
@@ -216,7 +216,7 @@ def gpu_ms(
 
 
 def wall_ms(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
-    """One step on the host's clock, from an idle GPU with a cleared L2 cache until it is idle."""
+    """Wall time of one step, from an idle GPU with a cleared L2 cache until it is idle again."""
     for leaf in leaves:
         leaf.grad = None
     return turns.wall_ms(step, device)
@@ -267,7 +267,7 @@ def machine(device: torch.device) -> Machine:
 
 
 def free_memory() -> None:
-    """Hand back what the last case held: #59 in float64 needs most of a GPU."""
+    """Free what the last case held: #59 in float64 needs most of a GPU."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():

@@ -27,11 +27,11 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, split_gemm
 from fx_fuser.native import load
 
 DTYPES = tuple(EXACT_GEMMS)
-WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
+WAYS = ("exact", "mixed x", "mixed weight")  # which operand has 16 bits
 
 
 def cast(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Those operands in 16 bits that the way has so."""
+    """Casts to 16 bits the operands that this way has in 16 bits."""
     x = x if way == "mixed weight" else x.to(dtype)
     return x, weight if way == "mixed x" else weight.to(dtype)
 
@@ -54,7 +54,7 @@ def by_kernel(
     out: Tensor | None = None,
     chunks: int = 0,
 ) -> Tensor:
-    """The kernel itself, where the op may use the library."""
+    """The kernel itself; the op may use the library."""
     if out is None:
         out = torch.full((*x.shape[:-1], weight.shape[-2]), float("nan"), device=x.device)
     if way == "exact":

@@ -1,4 +1,4 @@
-"""GB/s of the pointwise, batch-statistics and loss kernels beside torch's own copy.
+"""GB/s of the pointwise, batch-statistics and loss kernels compared with torch's own copy.
 
 Medians of triton.testing.do_bench, which clears L2 before each run; random data; results are
 checked before they are timed. Run as `PYTHONPATH=. python benchmarks/native_bandwidth.py`.
@@ -70,7 +70,7 @@ def batch_stats(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory
 
 
 def head_loss(count: int, columns: int, trains: bool) -> None:
-    """In place: the logits of a run are the gradients of the one before."""
+    """In place: each run reads the gradients of the previous run as logits."""
     logits = torch.randn(count, width_of(columns), device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(0, columns, (count,), device="cuda")
     losses = torch.empty(count, device="cuda")
@@ -88,7 +88,7 @@ def head_loss(count: int, columns: int, trains: bool) -> None:
 
 
 def head_loss_kept(count: int, columns: int, pitch: int) -> None:
-    """Of logits that stay, in rows of this pitch."""
+    """The kernels for logits that stay, in rows of this pitch."""
     logits = torch.randn(count, pitch, device="cuda", dtype=torch.bfloat16)[:, :columns]
     labels = torch.randint(0, columns, (count,), device="cuda")
     losses, sums = torch.empty(count, device="cuda"), torch.empty(count, 2, device="cuda")

@@ -1,4 +1,4 @@
-"""One net in one step in 16 bits: Inductor and fx_fuser by turns in this process, and their values
+"""One net in one step in 16 bits: Inductor and fx_fuser in turns in this process, and their values
 against float64. A row of `benchmarks.nets16`.
 """
 
@@ -30,7 +30,7 @@ RIVALS = tuple(s for s in SYSTEMS if s.name in ("inductor", "fx_fuser"))
 
 
 def again(system: System) -> System:
-    """The same, compiled anew: Dynamo knows compiled code by its backend."""
+    """The same, compiled again: Dynamo finds compiled code by its backend."""
 
     def backend(gm: Any, inputs: Any) -> Any:
         return torch._dynamo.lookup_backend("inductor")(gm, inputs)
@@ -43,12 +43,12 @@ def again(system: System) -> System:
 class Row(TypedDict):
     """Medians. None: not measured, as GPU time and memory are not on a CPU.
 
-    spread: half the range of the ratio of GPU times over the rounds, by the ratio's median; on a
+    spread: half the range of the ratio of GPU times over the rounds, over the ratio's median; on a
     CPU of wall times. error, eager_error: relative Frobenius errors against float64, fx_fuser's
     and eager's, of all outputs as one vector or of all gradients, whichever is the larger; error is
-    a text where something raised, or a value is not within the contract. sites: what became of
+    a text if something raised, or a value is not within the contract. sites: what became of
     them, by counter. same_graphs: did Inductor lower the same graphs for both? again: Inductor once
-    more, compiled where that was asked for: how its two compilations differ is its own scatter.
+    more, if a second compilation was asked for: how the two differ is its own scatter.
     """
 
     net: str
@@ -103,7 +103,7 @@ def case_of(net: Net16, step: str, device: torch.device, small: bool) -> Case:
 
 
 def warm_up(device: torch.device) -> None:
-    """What only the first compilation of a process takes, and the shim, which a wheel brings."""
+    """Do what only a process's first compilation does, and build the shim, which a wheel brings."""
     conv_nets.warm_up(device)
     if device.type == "cuda":
         load.load_shim()
@@ -126,7 +126,7 @@ def _wait(device: torch.device) -> None:
 
 
 def spread(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """Half the range of the ratio over the rounds, by its median."""
+    """Half the range of the ratio over the rounds, over its median."""
     ratios = [a / b for a, b in zip(theirs, ours)]
     return round((max(ratios) - min(ratios)) / 2 / statistics.median(ratios), 4)
 
@@ -159,7 +159,7 @@ def _fill(row: Row, what: str, values: Mapping[str, float]) -> None:
 
 
 def exact_of(case: Case) -> tuple[Case, Observed]:
-    """What it computes in float64. Where memory is short, of half the items, or of fewer."""
+    """What it computes in float64; if memory runs out, for half the items or fewer."""
     while True:
         try:
             return case, case.exact()
@@ -190,9 +190,9 @@ def distance(found: Observed, exact: Observed) -> float:
 def judge(
     row: Row, case: Case, calls: Mapping[str, Callable[..., Any]], rivals: Mapping[str, System]
 ) -> list[str]:
-    """Fills in the errors; what is beyond the contract, strides of outputs included.
+    """Fills in the errors; returns what is beyond the contract, strides of outputs included.
 
-    calls: what was compiled and timed. It is compiled anew for the case without dropout, or of
+    calls: what was compiled and timed. It is compiled again for the case without dropout, or with
     fewer items.
     """
     drawn = case.phase == "train" and without_dropout(case.model) > 0
@@ -221,7 +221,7 @@ def judge(
 
 
 def as_inductors(found: Observed, eager: Observed, inductors: Observed) -> list[str]:
-    """The outputs with Inductor's strides and not eager's, which they get here."""
+    """The outputs that have Inductor's strides and not eager's; they get eager's here."""
     named = []
     for name, value in found.outputs.items():
         theirs = eager.outputs[name]
@@ -242,8 +242,8 @@ def measured(
 ) -> Row:  # fmt: skip
     """One row, without its date and commit. What raises is in its `error`.
 
-    place: among processes that compile meanwhile, so the times of compilations are left out. twice:
-    is Inductor compiled once more? dropout: as the net has it; else none, and a net with dropout
+    place: among processes that compile at the same time, so compile times are left out. twice: is
+    Inductor compiled once more? dropout: as the net has it; otherwise none, and a net with dropout
     needs no further compilation for its values.
     """
     here = measure.machine(device)
@@ -276,7 +276,7 @@ def _measure(
     place: Turnstile | None, twice: bool,
 ) -> list[str]:  # fmt: skip
     device = next(iter(case.batch.values())).device
-    case.step(case.model)  # the libraries load their kernels, which nobody is to be charged for
+    case.step(case.model)  # the libraries load their kernels, which must not count for any system
     calls: dict[str, Callable[..., Any]] = {}
     sites: measure.Sites = {}
     graphs: dict[str, list[str]] = {system.name: [] for system in rivals}

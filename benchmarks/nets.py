@@ -1,6 +1,6 @@
-"""Whole nets as their users write them. To train: a small ResNet with a learned scale behind each
-BatchNorm and a small Llama, with data made on the fly. To time: ResNet-18 and MobileNetV2, with
-such a scale, too.
+"""Whole nets as their users write them. To train: a small ResNet with a learned scale after each
+BatchNorm and a small Llama, with data made on the fly. To time: ResNet-18 and MobileNetV2, also
+with such a scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ConvScale(nn.Module):
-    """Conv2d, BatchNorm2d and a scale a channel."""
+    """Conv2d, BatchNorm2d and a scale per channel."""
 
     def __init__(
         self, inputs: int, outputs: int, stride: int = 1, kernel: int = 3, groups: int = 1
@@ -205,8 +205,8 @@ class Net:
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
     pattern: str
-    sites: int  # that are to be fused
-    rate: float  # of learning
+    sites: int  # that must be fused
+    rate: float  # learning rate
 
     def loss(self, model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
         x, wanted = batch

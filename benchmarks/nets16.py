@@ -1,18 +1,18 @@
-"""Unmodified nets as people train and serve them in 16 bits, beside Inductor:
+"""Unmodified nets as people train and serve them in 16 bits, compared with Inductor:
 
     python -m benchmarks.nets16 [--only NET …] [--step train eval] [--seconds S] [--out FILE]
     python -m benchmarks.nets16 --merge FILE …   # puts the rows of parts into --out
     python -m benchmarks.nets16 --check          # rows that are slower, or fall short otherwise
 
 Each net and step has its own process (`fx_fuser.compare.turns.kernels_of` says why), in which
-Inductor and fx_fuser take turns. A row is written when it is finished, in the
-place of that of the same net and step, so rows may be of different commits, and a call that is cut
-off keeps what it has done.
+Inductor and fx_fuser take turns. A row is written when it is finished, and replaces that of the
+same net and step, so rows may be of different commits, and an interrupted call keeps what it has
+done.
 `--seconds` are for the whole call: no process begins without time for it, and none outlives it.
 `--twice`: Inductor is compiled once more, so the row shows its own scatter. `--no-dropout`: no net
 has any, so none with dropout is compiled again for its values (EfficientNet, Inception, Swin).
-`--gpus N`: as many processes compile at a time, each for a GPU of its own; while one of them takes
-times, all others wait. How long they compile is not told then.
+`--gpus N`: N processes compile at a time, each for its own GPU; while one of them measures, all
+others wait. Compile times are then not reported.
 docs/results.md shows the rows: `python -m benchmarks.report`.
 """
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--out", type=Path, default=results.FOLDER / nets16_tables.PATH, metavar="FILE"
     )
-    found.add_argument("--commit", help="what is measured, where git cannot tell")
+    found.add_argument("--commit", help="the measured commit, if there is no git")
     found.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     found.add_argument("--check", action="store_true")
     found.add_argument("--list", action="store_true")
@@ -76,7 +76,7 @@ def chosen(args: argparse.Namespace) -> Todo:
 def measure_here(
     todo: Todo, args: argparse.Namespace, commit: str, place: Turnstile | None
 ) -> list[str]:
-    """One row after the other, in this process; what is wrong with them."""
+    """Measures one row after the other, in this process; returns what is wrong with them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     net16.warm_up(device)
     failures = []
@@ -101,9 +101,9 @@ def measure_here(
 def spawn(
     arguments: Sequence[str], seconds: float, gpu: int | None = None, place: Turnstile | None = None
 ) -> str:
-    """The same command in a process of its own, whose lines are shown; what went wrong.
+    """Run the same command in its own process, and show its lines; returns what went wrong.
 
-    gpu: the only one that it sees; None: all. place: among processes beside it.
+    gpu: the only one that it sees; None: all. place: among concurrent processes.
     """
     command = [sys.executable, "-m", "benchmarks.nets16", "--here", *arguments]
     handles = [] if place is None else [place.handle]
@@ -168,7 +168,7 @@ def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
 
 
 def merge(files: Sequence[Path], out: Path) -> None:
-    """Their rows into `out`; of two files' row of one net and step the last one's."""
+    """Puts their rows into `out`; if two files have a row of one net and step, the last one's."""
     for path in files:
         results.replace_rows(out, tables.read(path), nets16_tables.key, nets16_tables.place)
 
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     commit = args.commit or commit_here()
     if commit is None:
-        options.error("there is no git here: name the commit that is measured with --commit")
+        options.error("there is no git here: name the measured commit with --commit")
     if args.here:
         place = None if args.place is None else Turnstile(args.place)
         return results.verdict(measure_here(chosen(args), args, commit, place))

@@ -1,6 +1,6 @@
 """The nets of `benchmarks.nets16`, unmodified, with random weights.
 
-Those that benchmarks/big_nets.py has come from there, with fewer layers.
+Those that are in benchmarks/big_nets.py come from there, with fewer layers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from benchmarks import big_nets, conv_nets, coverage
 from benchmarks.big_nets import Batch, BigNet
 
-STEPS = {"eval": "bf16", "train": "amp"}  # in which precision nets are served, and trained
+STEPS = {"eval": "bf16", "train": "amp"}  # the precision in which nets are served, and trained
 Sizes = dict[str, Any]  # of a configuration
 
 
 @dataclass(frozen=True)
 class Net16(BigNet):
-    """said: what the name and the sizes of the input do not say. package: that it is of.
+    """said: what the name and the input's sizes do not say. package: where it comes from.
 
-    precisions: by step. amp: fp32 weights, forward in autocast; bf16: the weights are, too.
+    precisions: by step. amp: fp32 weights, forward in autocast; bf16: bf16 weights, too.
     """
 
     said: str = ""
@@ -50,14 +50,14 @@ class Net16(BigNet):
         twin = super().in_float64(model)
         if hasattr(twin, "set_experts_implementation"):
             take: Any = twin.set_experts_implementation
-            take("eager")  # the others take no float64
+            take("eager")  # the others do not take float64
         return twin
 
     def forward(
         self, call: Callable[..., Any], batch: Batch
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """All floating outputs. Without labels, the loss is their mean cube: the mean square of
-        what a LayerNorm makes is 1, and all gradients are roundings.
+        a LayerNorm's result is 1, and then all gradients are only roundings.
         """
         found = call(batch["x"]) if "x" in batch else call(**batch)
         tensors = coverage.tensors(found)
@@ -71,7 +71,7 @@ class Net16(BigNet):
 
 
 def without_dropout(model: nn.Module) -> int:
-    """Takes away what is drawn at random, which no two systems draw alike; how much that is."""
+    """Removes random draws, which no two systems draw alike; returns how many."""
     found = 0
     for module in model.modules():
         rates = [name for name, value in vars(module).items() if isinstance(value, float)]
@@ -91,7 +91,7 @@ _WORDS = {**_SMALL, "vocab_size": 10}
 
 
 def _transformer(of_name: str, full: Sizes, tiny: Sizes, small: bool, dropout: bool) -> nn.Module:
-    """The class of transformers with that configuration; tiny: what differs in a small one."""
+    """The transformers class with this configuration; tiny: what differs in a small one."""
     import transformers
 
     kind = getattr(transformers, of_name)
@@ -146,7 +146,7 @@ def _of_transformers() -> list[Net16]:
         name: str, of_name: str, full: Sizes, tiny: Sizes, items: int,
         shape: tuple[int, ...], **more: Any,
     ) -> Net16:  # fmt: skip
-        """A model without head."""
+        """A model without a head."""
         make = partial(_transformer, of_name, full, tiny)
         layers = full.get("num_hidden_layers", full.get("num_layers"))
         return net(name, make, items, shape, labelled=False, said=f"{layers} layers", **more)

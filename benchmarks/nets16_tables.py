@@ -1,4 +1,4 @@
-"""What rows of `benchmarks.nets16` show: who is slower, and the tables of docs."""
+"""What rows of `benchmarks.nets16` show: which are slower, and the tables of docs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def ratio(row: Row, what: str) -> float | None:
 
 
 def slower(row: Row) -> list[str]:
-    """By which clock fx_fuser is slower: a ratio below 0.99, or below 1 less the row's spread.
+    """In which time (GPU, wall) fx_fuser is slower: a ratio below 0.99, or below 1 less the spread.
 
-    Beside the slower one of Inductor's compilations, if the row has two. Where Inductor lowered the
-    same graphs for fx_fuser, too, theirs is a third: it may be off by as much again.
+    Compared with the slower of Inductor's compilations, if the row has two. If Inductor lowered the
+    same graphs for fx_fuser, too, those are a third: they may be off by as much again.
     """
     found = []
     for clock, what in (("GPU", "ms"), ("wall", "wall_ms")):
@@ -41,7 +41,7 @@ def slower(row: Row) -> list[str]:
 
 
 def faults(row: Row) -> list[str]:
-    """All in which a row falls short of what is promised."""
+    """Everything in which a row falls short of what we promise."""
     found = [row["error"]] if isinstance(row["error"], str) else []
     found += slower(row)
     peak = ratio(row, "peak_mib")
@@ -55,14 +55,14 @@ def key(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def place(row: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Where a row stands in its file: in the order of the nets."""
+    """A row's place in its file: in the order of the nets."""
     names = list(NETS)
     index = names.index(row["net"]) if row["net"] in names else len(names)
     return index, *key(row)
 
 
 def line(row: Row) -> str:
-    """For the terminal."""
+    """One line for the terminal."""
     gains = f"GPU {tables.factor(ratio(row, 'ms'))} wall {tables.factor(ratio(row, 'wall_ms'))}"
     seconds = " and ".join(
         tables.number(row[name], ".1f") for name in ("inductor_compile_s", "fx_fuser_compile_s")
@@ -95,7 +95,7 @@ def _pair(row: Row, what: str, form: str) -> list[str]:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Of docs/results.md, with its heading; empty where there are no rows."""
+    """The section of docs/results.md, with its heading; empty if there are no rows."""
     if not rows:
         return ""
     lines = []
@@ -119,16 +119,16 @@ def section(rows: Sequence[Row]) -> str:
     heads += ["", "wall", "peak memory", "Inductor compiles, s", "fx_fuser, s", "error", "eager's"]
     heads += ["falls short"]
     said_first = (
-        "Unmodified nets as people train and serve them, both systems by turns in a process of "
+        "Unmodified nets as people train and serve them, both systems in turns in a process of "
         "their own; GPU times in ms, medians of profiled steps. A training step is forward, loss "
         "and backward; amp: fp32 weights and `torch.autocast` in bf16. ±: half the range of the "
         "ratio. Same graphs: nothing is fused, and Inductor lowered for fx_fuser what it lowers "
         "itself, so any difference is its own (not looked at in rows of ce1a8e1 and before). "
-        "Inductor again: the same beside a second compilation of its own, by the GPU and by the "
-        "clock. Compile: the first call with empty caches, not taken where "
+        "Inductor again: the same against a second compilation of its own, in GPU and in wall "
+        "time. Compile: the first call with empty caches, not taken where "
         "other processes compiled meanwhile (`--gpus`). Error: relative Frobenius error against "
         "float64, of all outputs or all gradients, whichever is the larger. Falls short: slower "
-        f"than {LEAST} of Inductor or than the spread allows, by either clock (of Inductor's "
+        f"than {LEAST} of Inductor or than the spread allows, in either time (of Inductor's "
         "slower compilation, and with the same graphs by more than the two differ); memory over "
         "+ 1 %; a value beyond [the bound](accuracy.md#the-bound)."
     )

@@ -1,9 +1,9 @@
-"""A packed projection, one Linear and then chunk, beside its halves as two Linears:
+"""A packed projection, one Linear and then chunk, compared with its halves as two Linears:
 
     python -m benchmarks.packed [--train]
 
-GPU time of `torch.compile(model)`, of fx_fuser on the packed one and on the halves, in one process,
-with a cleared L2 cache. docs/patterns.md has what was found.
+GPU time of `torch.compile(model)`, and of fx_fuser on the packed one and on the halves, in one
+process, with a cleared L2 cache. docs/patterns.md has the findings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planes in fp16 of fp32 matrices, and gemms from them, as `benchmarks.kernels` has the others."""
+"""Planes in fp16 of fp32 matrices, and gemms from them, like the others in `benchmarks.kernels`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fx_fuser.native.kernel_spec import KernelSpec
 
 @dataclass(frozen=True)
 class Plane:
-    """A matrix in fp16 times a power of two, as it lies in memory; kernels_cu/linear has what else.
+    """A matrix in fp16 times a power of two, in its own memory order; see kernels_cu/linear.
 
-    values: [lines, pitch]. facts: the exponent and whether values were lost, then room.
+    values: [lines, pitch]. facts: the exponent and whether values were lost, then workspace.
     """
 
     matrix: Tensor
@@ -26,18 +26,18 @@ class Plane:
 
     @classmethod
     def room(cls, matrix: Tensor) -> Plane:
-        """Rows or columns of the matrix are adjacent."""
+        """Room for the plane of a matrix whose rows or columns are adjacent."""
         lines, length = matrix.shape if matrix.stride(1) == 1 else reversed(matrix.shape)
         pitch = -(-length // 8) * 8
         values = matrix.new_empty((lines, pitch), dtype=torch.float16)
         return cls(matrix, values, matrix.new_empty(FACT_WORDS, dtype=torch.int32))
 
     def turned(self) -> Plane:
-        """Of the transposed matrix: the same memory."""
+        """The plane of the transposed matrix, in the same memory."""
         return Plane(self.matrix.mT, self.values, self.facts)
 
     def fp16(self) -> Tensor:
-        """The plane in the matrix's layout, without what is behind its lines."""
+        """The plane in the matrix's layout, without the padding of its lines."""
         rows, columns = self.matrix.shape
         if self.matrix.stride(1) == 1:
             return self.values[:, :columns]
@@ -74,7 +74,7 @@ def linear_planes(
     scalars: Sequence[float],
     chunks: int = 0,
 ) -> bool:
-    """As `linear_split`, in fp32 and as exact as TF32. Makes both planes.
+    """Like `linear_split`, in fp32 and as exact as TF32. Makes both planes.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.planes.linear_planes`, see
@@ -90,6 +90,6 @@ def linear_planes(
 
 
 def multiply_planes(spec: KernelSpec, x: Plane, weight: Plane, out: Tensor) -> bool:
-    """As `linear_planes`, with an epilogue of no operands, from planes that are made."""
+    """Like `linear_planes`, with an epilogue without operands, from planes that exist."""
     left, right = ([p.matrix, p.values, p.facts] for p in (x, weight))
     return taken("multiply_planes", spec, out, left, right, out)

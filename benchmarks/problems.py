@@ -78,7 +78,7 @@ class Problem:
     name: str
     title: str
     model: type[nn.Module]
-    pattern: str  # the one that is to match, once
+    pattern: str  # the one that must match, once
     full: Size  # what is measured on a GPU
     small: Size  # what a CPU does in well under a second
     precisions: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
@@ -101,7 +101,7 @@ class Problem:
 
 
 def randomise(bn: nn.BatchNorm2d) -> None:
-    """As after some training: a fresh BatchNorm is nearly the identity and would hide errors."""
+    """As if after some training: a fresh BatchNorm is nearly the identity and would hide errors."""
     for tensor in (bn.running_mean, bn.bias):
         assert tensor is not None
         tensor.normal_()

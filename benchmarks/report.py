@@ -2,7 +2,7 @@
 
 python -m benchmarks.report [--check]
 
-`--check` writes nothing and fails where a page or a picture is not what the results say.
+`--check` writes nothing, and fails if a page or a picture differs from the results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
 ROOT = Path(__file__).parent.parent
-# Page → the marks between which its generated text stands. README has the shortest.
+# Page → the marks around its generated text. README has the shortest.
 PAGES = {
     "README.md": ("expect",),
     "docs/results.md": (
@@ -66,7 +66,7 @@ def time_of(systems: dict[str, Row], name: str) -> float | None:
 
 
 def speedup(systems: dict[str, Row], *over: str) -> float | None:
-    """The quickest of `over` against fx_fuser, 2.0 meaning half its time."""
+    """The fastest of `over` compared with fx_fuser; 2.0: fx_fuser takes half its time."""
     times = [time for name in over if (time := time_of(systems, name)) is not None]
     ours = time_of(systems, "fx_fuser")
     return min(times) / ours if times and ours is not None else None
@@ -145,7 +145,7 @@ def section(path: Path, rows: list[Row]) -> str:
 
 
 def accuracy_table(figures: Figures) -> str:
-    """Rows of data, columns of K; in brackets SGEMM's error in the same power of ten."""
+    """A row for each kind of data, a column for each K; SGEMM's error in brackets, same unit."""
     columns = list(dict.fromkeys(row["k"] for row in figures["accuracy"]))
     cells: dict[str, dict[int, str]] = {}
     for row in figures["accuracy"]:
@@ -216,7 +216,7 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
 
 
 def between_marks(page: str, mark: str, body: str) -> str:
-    """The text with what stands between the marks replaced."""
+    """The page with the text between the marks replaced."""
     begin, end = BEGIN.format(mark), END.format(mark)
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
@@ -228,7 +228,7 @@ def between_marks(page: str, mark: str, body: str) -> str:
 
 
 def render(page: str, marks: tuple[str, ...], texts: Mapping[str, str]) -> str:
-    """A page's text with everything between its marks written anew."""
+    """A page's text with everything between its marks rewritten."""
     for mark in marks:
         page = between_marks(page, mark, texts[mark])
     return page
@@ -247,7 +247,7 @@ def bars(rows: list[Row]) -> Bars:
 
 
 def digest(drawn: Bars) -> str:
-    """Kept inside the picture, so that --check needs no matplotlib to see that it is stale."""
+    """Kept in the picture, so that --check needs no matplotlib to see that it is stale."""
     return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Result rows and the files that hold them: one a GPU, rewritten after every group."""
+"""Result rows and the files that hold them: one per GPU, rewritten after every group."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Row(Machine, total=False):
     precision: str
     mode: str
     system: str
-    ms: float | None  # median; None where the system failed
+    ms: float | None  # median; None if the system failed
     err_fp64: float | None  # the largest relative Frobenius error of the output and all gradients
     accurate: bool  # every tensor within measure.bounds
     fused: int  # fused sites; in fx_fuser's rows only
-    left: int  # sites left to Inductor since they gain nothing, likewise
-    peak_mib: float  # device memory at the height of one step, weights included; GPUs only
+    left: int  # sites left to Inductor because they gain nothing, likewise
+    peak_mib: float  # peak device memory of one step, weights included; GPUs only
     compile_s: float  # the first call
     input: str
-    error: str  # what was raised; absent where nothing was
+    error: str  # what was raised; absent if nothing was
     date: str  # UTC
     commit: str
 
@@ -51,7 +51,7 @@ def key(row: Row) -> tuple[str, str, str, str]:
 
 
 def place(row: Row) -> tuple[int, int, int, str]:
-    """Where a row stands in its file: the order of the tables, whatever was measured first."""
+    """A row's place in its file: in the order of the tables, whatever was measured first."""
     problem = PROBLEMS[row["problem"]]
     return (
         list(PROBLEMS).index(problem.name),
@@ -78,7 +78,7 @@ def read_linear(folder: Path = FOLDER) -> list[Figures]:
 
 
 def save(path: Path, here: Machine, commit: str | None, **content: Any) -> dict[str, Any]:
-    """Write content and what it was measured on, and when; the record that is in the file then."""
+    """Write content, and where and when it was measured; returns the record that is in the file."""
     date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     record = {**here, "date": date, "commit": commit, **content}
     write(path, record)
@@ -91,16 +91,16 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def verdict(failures: Sequence[str]) -> int:
-    """Print what failed; the exit status."""
+    """Print what failed; returns the exit status."""
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
 def replace_group(path: Path, group: list[Row]) -> None:
-    """Put the rows of one group in the place of those that the file has of it.
+    """Put the rows of one group in place of those that the file has of it.
 
-    All go: the times of a group are of one process.
+    All of the old ones go: the times of a group come from one process.
     """
     replace_rows(path, group, lambda row: key(row)[:3], place)
 
@@ -111,7 +111,7 @@ def replace_rows(
     same: Callable[[R], object],
     place: Callable[[R], Any],
 ) -> None:
-    """Put rows in the place of those that are the `same`; the file is in the order of `place`.
+    """Put rows in place of those that are the `same`; the file is in the order of `place`.
 
     A reader never sees half a file.
     """

@@ -1,9 +1,9 @@
-"""Measure fx_fuser beside eager, Inductor and max-autotune:  python -m benchmarks.run
+"""Measure fx_fuser, eager, Inductor and max-autotune:  python -m benchmarks.run
 
 A group is one problem in one precision and mode. Its systems share one process, model and input;
-all are compiled and checked against float64 first, then timed in turn. A group replaces its rows
-in benchmarks/results/<gpu>.json, so that a run may be cut into pieces by --problem, --precision
-and --mode; what --system leaves out is then missing in the group.
+all are compiled and checked against float64 first, then timed in turns. A group replaces its rows
+in benchmarks/results/<gpu>.json, so a run can be split by --problem, --precision and --mode; what
+--system leaves out is then missing in the group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class System:
     is_ours: bool = False
 
     def runs(self, problem: Problem, precision: str) -> bool:
-        """inductor-ieee only where it differs: fp32, and a convolution."""
+        """inductor-ieee only if it differs: fp32, and a convolution."""
         return self.cudnn_tf32 or (problem.pattern.startswith("conv2d") and precision == "fp32")
 
 
@@ -59,7 +59,7 @@ class Timing:
     warmup: int = 25  # ms, for each system and round; this and the next are do_bench's own
     rep: int = 100
     rounds: int = 3
-    host: bool = True  # False: on a GPU its part alone, as `measure.gpu_ms` times it
+    host: bool = True  # False: on a GPU only its part, as `measure.gpu_ms` times it
 
 
 def measure_group(
@@ -71,8 +71,8 @@ def measure_group(
     systems: Iterable[System],
     timing: Timing,
 ) -> list[Row]:
-    """One row a system. A system that raises gets a row that says so; the others go on."""
-    # Once a group and not between its systems: a reset would throw away what is to be timed.
+    """One row per system. A system that raises gets a row that says so; the others continue."""
+    # Once per group, not between its systems: a reset would drop what will be timed.
     measure.free_memory()
     case = Case.make(problem, size, precision, mode, device)
     exact = case.in_float64()
@@ -157,7 +157,7 @@ def describe(row: Row) -> str:
 
 
 def commit_here() -> str | None:
-    """The checkout's commit, "-dirty" where other files than results differ; None without git."""
+    """The checkout's commit, "-dirty" if files other than results differ; None without git."""
 
     def git(*command: str) -> str:
         here = Path(__file__).resolve().parent.parent
@@ -185,11 +185,11 @@ def main(arguments: list[str] | None = None) -> int:
     names = [system.name for system in SYSTEMS]
     parser.add_argument(
         "--system", nargs="+", choices=names, default=names,
-        help="eager, by which errors are judged, is among them always",
+        help="eager, by which errors are judged, is always one of them",
     )  # fmt: skip
     parser.add_argument("--size", choices=("full", "small"), help="default: full on a GPU only")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument("--warmup", type=int, default=Timing.warmup, metavar="MS")
     parser.add_argument("--rep", type=int, default=Timing.rep, metavar="MS")
     parser.add_argument("--rounds", type=int, default=Timing.rounds)
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     commit = args.commit or commit_here()
     if commit is None:
-        parser.error("there is no git here: name the commit that is measured with --commit")
+        parser.error("there is no git here: name the measured commit with --commit")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 CUDA = torch.device("cuda")
 FLOOR = 4e-7  # of the accuracy contract: errors below it pass
-GUESSED = 256  # columns; no fewer than those from which a row of the weight has its scale guessed
+GUESSED = 256  # columns; at least as many as the guess of a weight row's scale reads
 
 
 def relative(value: Tensor, exact: Tensor) -> float:
@@ -31,7 +31,7 @@ def uniform(*shape: int) -> Tensor:
 
 
 def spread(decades: float, *shape: int) -> Tensor:
-    """So many decades up and down."""
+    """Factors over this many decades, up and down."""
     return 10.0 ** ((uniform(*shape) * 2 - 1) * decades)
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.split_planes_sm90
 
-Taken as in benchmarks/linear_sm90.py, which has one dense matrix; each result is compared with
-float64's. `library` is cuBLAS, whatever layouts it is given.
+Measured as in benchmarks/linear_sm90.py, which has one dense matrix; each result is compared with
+float64's. `library` is cuBLAS, whatever layouts it gets.
 `python -m pytest tests/kernels/test_split_planes.py` checks the kernel.
 """
 

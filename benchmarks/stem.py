@@ -37,7 +37,7 @@ def spec_of(example: Example, sizes: Sizes) -> KernelSpec:
 
 
 def rounded(example: Example) -> float:
-    """How large an error may be: of the result's dtype, or TF32's, or of sums that truncate."""
+    """How large an error may be: by the result's dtype, TF32, or sums that truncate."""
     of_x = 6e-4 if example.x == torch.float32 else 5e-6
     return max(ROUNDED[example.out], of_x)
 
@@ -118,7 +118,7 @@ def timing(failures: list[str]) -> list[list[object]]:
             torch.backends.cudnn.benchmark = True
             alone = gpu_ms({"library": library}, [], CUDA)["library"]
             torch.backends.cudnn.benchmark = False  # float64's plans would take seconds
-            # Inductor's pass takes a copy's time at best.
+            # Inductor's pass takes at least as long as a copy.
             least = alone + bool(operands) * 2 * out.nbytes / COPY * 1e3
             ms = gpu_ms({"ours": ours}, [], CUDA)["ours"]
             table.append([title, floor, alone, least, ms, ms / floor, least / ms, error])

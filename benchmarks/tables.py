@@ -23,7 +23,7 @@ from benchmarks import results
 PRODUCTS = {(1, number) for number in (*range(1, 4), *range(6, 12), *range(13, 19))}
 MODES = ("eager", "inductor", "max-autotune", "fx_fuser")
 KINDS = ("ours", "GEMM", "attention", "convolution", "Triton", "other")
-SLOWER = 0.98  # of Inductor's speed: below is what no one may be
+SLOWER = 0.98  # of Inductor's speed: nothing may be below
 _FOLDERS = {"level": "kernelbench", "net": "whole_nets"}
 
 Row = Mapping[str, Any]  # kernelbench_problem.Row or whole_nets.Row
@@ -34,7 +34,7 @@ def read(path: Path) -> list[Any]:
 
 
 def read_all(folder: Path, name: str) -> list[list[Any]]:
-    """The rows of every GPU that there are."""
+    """The rows of every GPU that has any."""
     return [read(path) for path in sorted((folder / name).glob("*.json"))]
 
 
@@ -47,7 +47,7 @@ class Measured(Protocol):
 
 
 def measured_on(rows: Sequence[Measured]) -> str:
-    """Machines, the one of most rows first, dates and commits, as a paragraph."""
+    """Machines, the one with most rows first, dates and commits, as a paragraph."""
     said: list[str] = []
     for gpu in usual_gpus(rows):
         here = [row for row in rows if row.machine["gpu"] == gpu]
@@ -64,7 +64,7 @@ def measured_on(rows: Sequence[Measured]) -> str:
 
 
 def usual_gpus(rows: Sequence[Measured]) -> list[str]:
-    """The rows' GPUs, that of most rows first."""
+    """The rows' GPUs, the one with most rows first."""
     return [gpu for gpu, _ in Counter(row.machine["gpu"] for row in rows).most_common()]
 
 
@@ -74,19 +74,19 @@ def short_name(gpu: str) -> str:
 
 
 def mark(row: Measured, rows: Sequence[Measured]) -> str:
-    """The row's GPU, if it is not that of most rows."""
+    """The row's GPU, if it is not the one with most rows."""
     gpu: str = row.machine["gpu"]
     return "" if gpu == usual_gpus(rows)[0] else short_name(gpu)
 
 
 def ratio(row: Row, field: str, over: str = "inductor") -> float | None:
-    """2.0 meaning half of Inductor's time."""
+    """2.0: half of Inductor's time."""
     times = [row["modes"].get(mode, {}).get(field) for mode in (over, "fx_fuser")]
     return times[0] / times[1] if all(times) else None
 
 
 def mean(values: Iterable[float]) -> float:
-    """Geometric."""
+    """The geometric mean."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
 
@@ -130,7 +130,7 @@ def table(lines: Sequence[Sequence[str]], header: Sequence[str], left: int) -> s
 
 
 def wrapped(text: str) -> str:
-    """In lines of a page's width; what stands in backticks is not broken."""
+    """Wrapped to a page's width; text in backticks is not broken."""
     whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
     lines = textwrap.fill(whole, 100, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\0", " ")
@@ -141,7 +141,7 @@ def folded(summary: str, body: str) -> str:
 
 
 def sites(row: Row) -> str:
-    """Fused ones by counter, and those that were left to Inductor."""
+    """Fused sites by counter, and those that were left to Inductor."""
     ours = row["modes"].get("fx_fuser", {})
     found = [f"{count} {name}" for name, count in sorted(ours.get("fused", {}).items())]
     if left := sum(ours.get("left", {}).values()):
@@ -153,7 +153,7 @@ def sites(row: Row) -> str:
 
 
 def faults(row: Row) -> list[str]:
-    """What fails a run: fx_fuser raised, or is outside eager's tolerance where Inductor is not."""
+    """What fails a run: fx_fuser raised, or leaves eager's tolerance although Inductor does not."""
     name = f"{row['level']}/{row['problem']} {row['name']}"
     modes = row["modes"]
     ours, inductor = modes.get("fx_fuser", {}), modes.get("inductor", {})
@@ -196,7 +196,7 @@ def kernelbench_groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def kernelbench_groups_table(rows: Sequence[Row]) -> str:
-    """By group; empty where nothing was timed."""
+    """A table by group; empty if nothing was timed."""
     lines = []
     for name, group in kernelbench_groups(rows).items():
         by_gpu, by_wall = (
@@ -329,7 +329,7 @@ def kernelbench_place(row: Row) -> tuple[int, int]:
 
 
 def sections(folder: Path) -> dict[str, str]:
-    """Mark → text, for `benchmarks.report`; empty texts where there are no results."""
+    """Mark → text, for `benchmarks.report`; empty texts if there are no results."""
     nets = [rows for rows in read_all(folder, "whole_nets") if rows]
     kernelbench = [rows for rows in read_all(folder, "kernelbench") if rows]
     return {

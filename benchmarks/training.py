@@ -1,12 +1,12 @@
 """Loss curves of eager and fx_fuser over real training runs:  python -m benchmarks.training
 
 Two nets (benchmarks/nets.py), AdamW, fp32 and bf16 autocast. Eager mode trains with several seeds,
-which give a spread; fx_fuser trains with the first of them. Fails where its curve is farther from
-eager's of the same seed than eager's own seeds are apart. Both begin with the same weights and see
-the same batches. Curves are means over windows of 25 steps.
+which give a spread; fx_fuser trains with the first of them. Fails if its curve is farther from
+eager's with the same seed than eager's own seeds are apart. Both start from the same weights and
+see the same batches. Curves are means over windows of 25 steps.
 
-Writes `training/<gpu>.json` and a picture beside it, where there is matplotlib. Nets and precisions
-may run at once, each with a `--results` of its own; `--join` makes one of their records.
+Writes `training/<gpu>.json` and a picture next to it, if matplotlib is installed. Nets and
+precisions may run at once, each with its own `--results`; `--join` merges their records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Curves:
 
     net: str
     precision: str
-    eager: list[list[float]]  # a curve a seed
+    eager: list[list[float]]  # a curve per seed
     fx_fuser: list[float]  # with the first of the seeds
     sites: int
 
@@ -52,9 +52,9 @@ class Curves:
         return [max(found) - min(found) for found in zip(*self.eager)]
 
     def distance(self) -> float:
-        """The largest distance from eager of the same seed, in spreads of the same window.
+        """The largest distance from eager with the same seed, in spreads of the same window.
 
-        Infinite where a loss is no number.
+        Infinite if a loss is NaN.
         """
         pairs = zip(self.fx_fuser, self.eager[0], self.spread())
         found = [abs(ours - theirs) / max(spread, 1e-12) for ours, theirs, spread in pairs]
@@ -114,7 +114,7 @@ def draw(found: list[Curves], record: dict[str, Any], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print(f"no picture without matplotlib; where there is one: --join {path}")
+        print(f"no picture without matplotlib; with it, run --join {path}")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -138,7 +138,7 @@ def draw(found: list[Curves], record: dict[str, Any], path: Path) -> None:
 
 
 def join(parts: list[Path], folder: Path) -> int:
-    """One record and picture of those of parts, which one machine made of one commit."""
+    """Merges the records of parts from one machine and commit into one record and picture."""
     records = [json.loads(path.read_text()) for path in parts]
     curves = [curve for record in records for curve in record.pop("curves")]
     if any(record != records[0] for record in records):
@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--plan", choices=("measure", "always"), default="always")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "training")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="the records of parts")
     args = parser.parse_args(arguments)
     if args.join:

@@ -1,10 +1,10 @@
-"""Two trees of this project by turns on one GPU, a process each: did a change make nets slower?
+"""Two trees of this project in turns on one GPU, a process each: did a change make nets slower?
 
     git worktree add ../old REVISION
     python -m benchmarks.turns ../old [--case NET/STEP …] [--rounds N] [--seconds S] [--out FILE]
 
-GPU time by events with a cleared L2 cache, all of a step queued before the GPU comes to it; on a
-CPU wall time of tiny nets. Cases are those of `benchmarks.nets16`. The ratio is the old tree's time
+GPU time by events with a cleared L2 cache, all of a step queued before the GPU starts it; on a CPU
+wall time of tiny nets. Cases are those of `benchmarks.nets16`. The ratio is the old tree's time
 over this one's, the median over the rounds, in each of which both are timed.
 """
 
@@ -32,7 +32,7 @@ STEPS = 5  # of a tree in a round
 
 
 class Tree:
-    """A checkout, and the process that runs its code, with caches of its own."""
+    """A checkout, and the process that runs its code, with its own caches."""
 
     def __init__(self, name: str, folder: Path, caches: Path) -> None:
         self.name = name
@@ -48,7 +48,7 @@ class Tree:
         )  # fmt: skip
 
     def ask(self, *command: Any) -> Any:
-        """Raises RuntimeError: the worker says so, or has died."""
+        """Raises RuntimeError if the worker reports an error or has died."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
@@ -114,11 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     if not (args.old / "fx_fuser" / "__init__.py").exists():
-        parser.error(f"{args.old} is no checkout of fx_fuser: it has no fx_fuser/__init__.py")
+        parser.error(f"{args.old} is not a checkout of fx_fuser: it has no fx_fuser/__init__.py")
     for case in args.case:
         name, _, step = case.partition("/")
         if name not in NETS or step not in NETS[name].phases:
-            parser.error(f"{case!r} is no case; python -m benchmarks.nets16 --list names them")
+            parser.error(f"{case!r} is not a case; python -m benchmarks.nets16 --list names them")
     rows, failed = measured(args.old.resolve(), args.case, args.rounds, args.seconds)
     if args.out:
         import torch

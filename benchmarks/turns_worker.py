@@ -1,7 +1,7 @@
 """One tree's side of `benchmarks.turns`, which runs this file in that tree's folder.
 
-A line of JSON in, a line out: ["make", CASE], ["time", COUNT], ["drop"]. What a tree's own
-`benchmarks` lacks makes an error of that case, not of the run.
+A line of JSON in, a line out: ["make", CASE], ["time", COUNT], ["drop"]. If a tree's own
+`benchmarks` lacks something, that case fails, not the run.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, os.getcwd())
 _OUT = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what a library prints is no answer
+os.dup2(2, 1)  # what a library prints must not look like an answer
 
 import torch
 

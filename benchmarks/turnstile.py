@@ -1,10 +1,10 @@
-"""Processes that compile side by side and measure one at a time, by a lock that they share.
+"""Processes that compile side by side and measure one at a time, with a shared lock.
 
     flock: https://man7.org/linux/man-pages/man2/flock.2.html
 
 A lock belongs to an open file description, which a child gets from its parent: so a child holds the
-lock from its start, before it has imported anything. A second lock, the gate, is held by who waits
-to measure, so that no newcomer overtakes it: flock lets one share a lock for which others wait.
+lock from its start, before it has imported anything. A process that waits to measure holds a second
+lock, the gate, so that no newcomer overtakes it: flock grants shared locks while others wait.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 
 class Turnstile:
-    """One process's place. handle: of the file, opened for this process and locked by `busy`."""
+    """One process's place. handle: of the lock file, opened for this one and locked by `busy`."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
 
     @classmethod
     def busy(cls, path: Path) -> Turnstile:
-        """Of a process that works, and does not measure; waits until none measures."""
+        """The place of a process that works and does not measure; waits until none measures."""
         place = cls(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         with place._gate():
             fcntl.flock(place.handle, fcntl.LOCK_SH)
@@ -32,7 +32,7 @@ class Turnstile:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """All other processes wait meanwhile."""
+        """All other processes wait during the block."""
         fcntl.flock(self.handle, fcntl.LOCK_UN)  # others may be waiting at the gate for it
         with self._gate():
             fcntl.flock(self.handle, fcntl.LOCK_EX)
@@ -52,5 +52,5 @@ class Turnstile:
             os.close(gate)
 
     def leave(self) -> None:
-        """This process's copy is closed; a child that has one keeps the place."""
+        """Closes this process's copy; a child that has one keeps the place."""
         os.close(self.handle)

@@ -1,9 +1,9 @@
 """The small nets on two devices of one host against one:  python -m benchmarks.two_gpus
 
 Ten steps of SGD under DistributedDataParallel and under FSDP2 (`fully_shard`), through NCCL; on a
-CPU through gloo. What is compared is how far the parameters moved, against the same steps in
-float64 on one device: fx_fuser on two devices must be as exact as eager mode is there, twice its
-error allowed. Writes `two_gpus/<gpu>.json`.
+CPU through gloo. It compares how far the parameters moved with the same steps in float64 on one
+device: fx_fuser on two devices must be as exact as eager mode is there, with twice its error
+allowed. Writes `two_gpus/<gpu>.json`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {"strict": True, "plan": "always", "cpu_ops": True}
 
 
 def blocks_of(model: nn.Module) -> nn.Sequential:
-    """What is sharded, and compiled, one by one."""
+    """The blocks that are sharded, and compiled, one by one."""
     found = model.get_submodule("layers" if hasattr(model, "layers") else "blocks")
     assert isinstance(found, nn.Sequential)
     return found
@@ -65,7 +65,7 @@ def prepared(model: nn.Module, system: str, way: str) -> Callable[[Tensor], Tens
 
 
 def shards(batch: Batch, dtype: torch.dtype) -> list[Batch]:
-    """What each of the devices takes of a batch."""
+    """Each device's part of a batch."""
     x, wanted = (t.to(dtype) if t.is_floating_point() else t for t in batch)
     return list(zip(x.chunk(WORLD), wanted.chunk(WORLD)))
 
@@ -93,7 +93,7 @@ def moved(
 
 
 def work(rank: int, small: int, ways: tuple[str, ...], folder: str) -> None:
-    """One process: of two, or the only one."""
+    """One process: one of two, or the only one."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_gpus")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "two_gpus")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--commit", help="the measured commit, if there is no git")
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and torch.cuda.device_count() < WORLD:
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append({"net": net.name, "way": way, "sites": sites, **error})
             if not error["fx_fuser"] <= 2 * error["eager"]:
                 failures.append(f"{net.name} {way}: error {error['fx_fuser']:.1e}")
-            # In FSDP blocks are compiled, not what is around them, and some share their code.
+            # With FSDP only blocks are compiled, and some share their code.
             if sites != net.sites if way != "fsdp" else not sites:
                 failures.append(f"{net.name} {way}: {sites} sites were fused")
     print(tabulate(rows, headers="keys", floatfmt=".1e"))

@@ -1,14 +1,15 @@
-"""Times of 16-bit gemms whose rows are no multiple of 16 bytes, and of many small ones:
+"""Times of 16-bit gemms whose rows are not multiples of 16 bytes, and of many small ones:
 
     python -m benchmarks.unaligned [--only WORD] [--out FILE] [--shapes 0 1 ...]
 
-GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data; each
-result is compared with float64's. `ours`: linear_unaligned.cuh, with the tile that is taken, and
-by tile. `combs`: linear_combs_sm90.cuh, with the shape that is taken, and by shape. `library`:
-torch's gemm of the same operands. `aligned`: of the nearest larger sizes that are multiples of 8.
-`padded`: that behind copies that pad both dimensions where one is odd. `bytes`: reading and writing
-everything once. `goal`: the faster kernel's share of what it is compared with, and at most which is
-wanted. `python -m pytest tests/kernels/test_unaligned.py tests/kernels/test_combs.py` checks the
+GPU time in ms: medians, measured in turns, with the L2 cache cleared before each call, on random
+data; each result is compared with float64's. `ours`: linear_unaligned.cuh, with the chosen tile,
+and by tile. `combs`: linear_combs_sm90.cuh, with the chosen shape, and by shape. `library`: torch's
+gemm of the same operands. `aligned`: of the nearest larger sizes that are multiples of 8. `padded`:
+that gemm with copies that pad both dimensions if one is odd. `bytes`: reading and writing
+everything once. `goal`: the faster kernel's time over that of what it is compared with, and the
+most that is allowed. `python -m pytest tests/kernels/test_unaligned.py
+tests/kernels/test_combs.py` checks the kernels.
 kernels.
 """
 
@@ -59,12 +60,12 @@ class Gemm:
         return made.mT if transposed else made
 
     def factors(self, unit: int = 1) -> tuple[Tensor, Tensor]:
-        """unit: of which all sizes are multiples."""
+        """unit: all sizes are multiples of it."""
         left = self.factor(self.m, self.k, self.left_transposed, unit)
         return left, self.factor(self.k, self.n, self.right_transposed, unit)
 
     def specs(self) -> dict[int, KernelSpec]:
-        """By tile, the one that is taken first."""
+        """By tile, the chosen one first."""
         with FakeTensorMode():
             left, right = self.factors()
         family = unaligned.family_of(left, right.mT)
@@ -77,7 +78,7 @@ class Gemm:
         return {t: unaligned.gemm_of(f, torch.bfloat16) for t, f in families.items()}
 
     def comb_specs(self, shapes: Sequence[int]) -> dict[int, KernelSpec]:
-        """By shape, the one that is taken first; none of gemms that combs do not take."""
+        """By shape, the chosen one first; empty for gemms that combs do not take."""
         with FakeTensorMode():
             left, right = self.factors()
         forms = [unaligned.form_of(f.shape, f.stride()) for f in (left, right.mT)]
@@ -158,7 +159,7 @@ def timed(gemm: Gemm, shapes: Sequence[int]) -> dict[str, Any]:
     exact = part[0].double() @ part[1].double()
     theirs = relative((left @ right)[few], exact)
     specs = gemm.specs()
-    for spec in [*specs.values()][::-1]:  # the one that is taken last
+    for spec in [*specs.values()][::-1]:  # the chosen one last
         ours(spec, left, right, out.fill_(float("nan")))
         error = relative(out[few], exact)
         assert error <= max(2 * theirs, 4e-3), (gemm, spec, error, theirs)
@@ -190,7 +191,7 @@ def timed(gemm: Gemm, shapes: Sequence[int]) -> dict[str, Any]:
 
 
 def share(gemm: Gemm, row: dict[str, Any]) -> str:
-    """Of the time that it is compared with, and the goal."""
+    """The share of the time that it is compared with, and the goal."""
     if gemm.goal is None:
         return ""
     rival, most = gemm.goal

@@ -25,7 +25,7 @@ _ROUNDS = 5
 
 
 def verification_ms(case: Case, device: torch.device) -> float:
-    """The median of a few first calls, without what compiling takes."""
+    """The median of a few first calls, without compile time."""
     samples: list[float] = []
     run = Verification.run
 

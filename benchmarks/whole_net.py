@@ -23,10 +23,10 @@ PRECISIONS = {"highest": "fp32", "high": "tf32"}  # of `set_float32_matmul_preci
 
 
 class Result(measure.Sites, total=False):
-    """What one mode did; what is not there was not reached or not asked for."""
+    """What one mode did; missing keys were not reached or not asked for."""
 
     wall_ms: float  # median, from an idle GPU until it is idle
-    gpu_ms: float  # median of what the GPU is busy
+    gpu_ms: float  # median of the GPU's busy time
     kinds: dict[str, float]
     first_s: float  # the first step of the measuring process, caches as they were
     cold_s: float  # the first step in a process of its own, with empty caches
@@ -37,8 +37,8 @@ class Result(measure.Sites, total=False):
     worst_name: str
     median_grad: float
     accurate: bool  # by fx_fuser.verify.accuracy
-    as_inductor: bool  # where they are not accurate: are they by Inductor's errors, as by eager's?
-    faults: list[str]  # what is not, the first few
+    as_inductor: bool  # where they are not accurate: are they by Inductor's errors?
+    faults: list[str]  # what is not accurate, the first few
     error: str  # what was raised
 
 
@@ -55,7 +55,7 @@ class Row(Machine, total=False):
 
 @dataclass
 class Case:
-    """autocast: forward runs in bf16's."""
+    """autocast: forward runs in bf16 autocast."""
 
     net: BigNet
     phase: str
@@ -74,7 +74,7 @@ class Case:
         return list(self.model.parameters()) if self.phase == "train" else []
 
     def step(self, call: Callable[..., Any]) -> dict[str, Tensor]:
-        """What is timed: forward, and in training loss and backward. The outputs."""
+        """What is timed: forward, and in training loss and backward. Returns the outputs."""
         device = next(iter(self.batch.values())).device.type
         with (
             torch.set_grad_enabled(self.phase == "train"),
@@ -86,7 +86,7 @@ class Case:
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
     def observe(self, call: Callable[..., Any]) -> Observed:
-        """All values of one step, which leaves no gradients and no other running statistics."""
+        """All values of one step, which leaves no gradients and restores the running statistics."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for leaf in self.leaves():
             leaf.grad = None
@@ -97,7 +97,7 @@ class Case:
                 if parameter.grad is not None:
                     seen.grads[name], parameter.grad = parameter.grad, None
         for name, buffer in self.model.named_buffers():
-            # In training numbers as well that a step left alone: statistics may have settled.
+            # In training also what a step did not change: statistics may have settled.
             may_settle = self.phase == "train" and buffer.is_floating_point()
             if may_settle or not torch.equal(buffer, before[name]):
                 seen.state[name] = buffer.clone()
@@ -105,7 +105,7 @@ class Case:
         return seen
 
     def exact(self) -> Observed:
-        """In float64, from the same weights and inputs."""
+        """All values in float64, from the same weights and inputs."""
         batch = {k: v.double() if v.is_floating_point() else v for k, v in self.batch.items()}
         twin = Case(self.net, self.phase, self.net.in_float64(self.model), batch)
         with Float64():
@@ -137,7 +137,7 @@ def judge(
 
 
 class Bench:
-    """A case under way; `row` holds what is known of it."""
+    """A case under way; `row` has what is known about it."""
 
     def __init__(
         self, net: BigNet, phase: str, precision: str, device: torch.device, small: bool
@@ -153,7 +153,7 @@ class Bench:
         )
 
     def start(self, case: Case, system: System) -> Callable[..., Any] | None:
-        """Compile and take the first step, which is timed; None where that raised."""
+        """Compile, and time the first step; None if that raised."""
         result = self.row["modes"][system.name]
         try:
             with measure.counted(result):
@@ -228,7 +228,7 @@ def measure_case(
     values: bool = True,
     seconds: float = 4.0,
 ) -> Row:
-    """One row. A mode that raises leaves its error there; the others go on.
+    """One row. A mode that raises leaves its error there; the others continue.
 
     values: whether to compare with float64. seconds: for the rounds of wall time.
     """

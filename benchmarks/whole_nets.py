@@ -1,11 +1,11 @@
-"""Whole nets beside Inductor, with GPU time by kind:  python -m benchmarks.whole_nets
+"""Whole nets compared with Inductor, with GPU time by kind:  python -m benchmarks.whole_nets
 
 Published nets (benchmarks/big_nets.py) with random weights, an evaluation or a training step
-(forward, loss, backward; no optimizer). Every case, one net in one phase and precision, has a
-process of its own, in which all modes share the model; logits and gradients are compared with
-float64 by the contract that README promises. With `--compile-times`, each compiled mode also takes
-its first step in two processes that do nothing else: with empty caches, then with what that left;
-the modes do so beside each other.
+(forward, loss, backward; no optimizer). Every case, one net in one phase and precision, has its own
+process, in which all modes share the model; logits and gradients are compared with float64 by the
+contract that README promises. With `--compile-times`, each compiled mode also takes its first step
+in two processes that do nothing else: with empty caches, then with what that left; the modes do so
+side by side.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "FX_FUSER_CACHE_DIR": "fx_fuse
 
 @dataclass(frozen=True)
 class Job:
-    """What one process is to do: measure a case, or take the first step in one mode."""
+    """What one process does: measure a case, or take the first step in one mode."""
 
     net: str
     phase: str
@@ -64,7 +64,7 @@ class Job:
 
 
 def spawn(job: Job, caches: Path, seconds: float) -> Any:
-    """What the job returns, in a process of its own; raises RuntimeError where that fails."""
+    """What the job returns, in a process of its own; raises RuntimeError if that fails."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
     environment |= {name: str(caches / folder) for name, folder in _CACHES.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,13 +85,13 @@ def spawn(job: Job, caches: Path, seconds: float) -> Any:
 
 
 def compile_times(job: Job, caches: Path, budget: harness.Budget) -> dict[str, Result]:
-    """cold_s and warm_s by mode, as far as there was time; what was not measured is said.
+    """cold_s and warm_s by mode, as far as there was time; says what was not measured.
 
     What the processes leave in their caches goes to `caches`.
     """
 
     caches.mkdir(parents=True, exist_ok=True)
-    # Of other names than the last job's, whose compile workers may still write to theirs.
+    # Names differ from the last job's, whose compile workers may still write to theirs.
     modes = {
         mode: Path(tempfile.mkdtemp(prefix=f"of-{mode}-", dir=caches))
         for mode in job.modes
@@ -149,8 +149,8 @@ def faults(row: Row) -> list[str]:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m benchmarks.whole_nets")
     found.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
-    found.add_argument("--train", action="store_true", help="training steps alone")
-    found.add_argument("--eval", action="store_true", help="evaluation alone")
+    found.add_argument("--train", action="store_true", help="only training steps")
+    found.add_argument("--eval", action="store_true", help="only evaluation")
     found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["highest"])
     found.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3])
     found.add_argument("--no-values", action="store_true", help="no comparison with float64")
@@ -164,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     found.add_argument("--size", choices=("full", "small"), default="full", help="small: on a CPU")
     found.add_argument("--out", type=Path, metavar="FILE")
-    found.add_argument("--commit", help="what is measured, where git cannot tell")
+    found.add_argument("--commit", help="the measured commit, if there is no git")
     found.add_argument("--job", help=argparse.SUPPRESS)
     return found
 
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     commit = args.commit or commit_here()
     if commit is None:
-        options.error("there is no git here: name the commit that is measured with --commit")
+        options.error("there is no git here: name the measured commit with --commit")
     budget = harness.Budget(args.budget)
     here = measure.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     path: Path = args.out or results.path_for(here["gpu"], results.FOLDER / "whole_nets")

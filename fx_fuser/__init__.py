@@ -4,7 +4,7 @@ from importlib.metadata import entry_points
 
 from fx_fuser import versions
 
-versions.check()  # before the first import of what an older Python or torch has not
+versions.check()  # before any import that an older Python or torch lacks
 
 from fx_fuser.backend import fx_fuser
 from fx_fuser.compare import compare

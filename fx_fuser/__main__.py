@@ -19,14 +19,14 @@ commands, each with a --help of its own:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 1 if a line says FAIL."""
+    """Return the exit status: 1 if a line says FAIL."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         return COMMANDS[given[0]](given[1:])
     parser = argparse.ArgumentParser(
         prog="python -m fx_fuser",
-        description="Is this machine fit, what does its GPU get, and is it right? The text has no "
-        "more of your paths than it needs, so that you can paste it into a bug report.",
+        description="Checks this machine, lists what its GPU gets, and tests it. The text shows as "
+        "few of your paths as possible, so that you can paste it into a bug report.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,17 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--report",
         type=Path,
         metavar="FILE",
-        help="also time each main loop beside the library, and write all of it to FILE, as JSON "
+        help="also time each main loop against the library, and write everything to FILE as JSON, "
         "to attach to an issue",
     )
     chosen = parser.parse_args(given)
     if chosen.report is not None and chosen.no_test:
-        parser.error("--report is for what was run; leave out --no-test")
-    if chosen.report is not None:  # before minutes go by
+        parser.error("--report needs the tests; leave out --no-test")
+    if chosen.report is not None:  # before minutes of tests
         try:
             chosen.report.touch()
         except OSError as error:
-            parser.error(f"--report: {error}; give a file that can be written")
+            parser.error(f"--report: {error}; give a writable file")
 
     def say(line: str) -> None:
         if not chosen.json:

@@ -1,4 +1,4 @@
-"""Arguments of public functions: what does not fit is refused by name, before anything is done."""
+"""Checks of public functions' arguments: an error names the one that does not fit, up front."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN = (str, bytes, bool, int, float, complex, list, tuple, set, frozenset, di
 
 
 def shown(value: Any) -> str:
-    """The value with its type, in one line; of a tensor or a module the type alone."""
+    """The value and its type in one line; for a tensor or a module, only the type."""
     kind = type(value).__name__
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -37,7 +37,7 @@ def shown(value: Any) -> str:
 def refuses_unfit_calls(
     error: type[FxFuserError], remedy: str
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a public function: arguments that its signature does not have are `error`.
+    """Decorate a public function: arguments that do not fit its signature raise `error`.
 
     remedy: how to call it instead.
     """
@@ -49,7 +49,7 @@ def refuses_unfit_calls(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             if _is_call_of_dynamo(args):
                 raise error(
-                    f"fx_fuser.{function.__name__} is no backend; use "
+                    f"fx_fuser.{function.__name__} is not a backend; use "
                     'torch.compile(model, backend="fx_fuser"), or call fx_fuser.install() once '
                     "and then torch.compile(model)"
                 )
@@ -93,7 +93,7 @@ def check_mapping(name: str, value: Any, remedy: str) -> None:
 
 
 def check_model(model: Any, usage: str) -> None:
-    """Raises OptionError if this is nothing that can be called with tensors."""
+    """Raises OptionError if this cannot be called with tensors."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise OptionError(f"the model is {shown(model)}; give an instance: {model.__name__}(…)")
     if not callable(model):
@@ -103,8 +103,8 @@ def check_model(model: Any, usage: str) -> None:
 
 
 def fault_of_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why it cannot take these arguments, by its signature; empty if it can, or if only the call
-    can tell: a decorator may take other names than what it decorates."""
+    """Why its signature rejects these arguments; empty if it accepts them, or if only the call can
+    tell: a decorator may take other names than the function that it decorates."""
     signature = _signature(model, through_decorators=False)
     if signature is None:
         return ""
@@ -116,7 +116,7 @@ def fault_of_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def names_of(model: Any) -> frozenset[str]:
-    """Of the arguments that it takes by name, as far as its signature tells."""
+    """The names of the arguments that it takes, as far as its signature says."""
     signature = _signature(model, through_decorators=True)
     parameters = signature.parameters.values() if signature else ()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -124,7 +124,7 @@ def names_of(model: Any) -> frozenset[str]:
 
 
 def near_names(model: Any, named: Mapping[str, Any], own: Sequence[str]) -> str:
-    """A hint for names that the model has not, and that are nearly an argument of ours."""
+    """A hint for names that the model lacks and that nearly match one of our arguments."""
     unknown = sorted(named.keys() - names_of(model))
     near = {name: difflib.get_close_matches(name, own, n=1) for name in unknown}
     said = [f"is {name!r} meant to be {found[0]!r}?" for name, found in near.items() if found]
@@ -132,14 +132,14 @@ def near_names(model: Any, named: Mapping[str, Any], own: Sequence[str]) -> str:
 
 
 def named_inputs(model: Any, kwargs: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """A model's named inputs, of which `kwargs` has those that are called as arguments of ours."""
+    """A model's named inputs; `kwargs` has those whose names are also arguments of ours."""
     if kwargs is None:
         return named
     check_mapping(
         "kwargs", kwargs, f"give a dict of the model's named inputs{for_kwargs(model, 'kwargs')}"
     )
     if twice := sorted(named.keys() & kwargs.keys()):
-        raise OptionError(f"{twice[0]!r} is given by its name and in kwargs; leave one out")
+        raise OptionError(f"{twice[0]!r} is given both by name and in kwargs; leave one out")
     return {**kwargs, **named}
 
 
@@ -151,7 +151,7 @@ def for_kwargs(model: Any, name: str) -> str:
 
 
 def _signature(model: Any, through_decorators: bool) -> inspect.Signature | None:
-    """None of a built-in function, and where a hook may change the arguments."""
+    """None for a built-in function, and if a hook may change the arguments."""
     called = model
     if isinstance(model, nn.Module):
         if model._forward_pre_hooks or type(model).__call__ is not nn.Module.__call__:

@@ -56,11 +56,11 @@ def fx_fuser(
 ) -> Compiled:
     """Compile one Dynamo graph; the backend function of `torch.compile`.
 
-    Raises OptionError for a bad option. Where fx_fuser itself fails, the user's own graph is
-    compiled and one warning says why; `options={"strict": True}` raises instead.
+    Raises OptionError for a bad option. If fx_fuser itself fails, the user's own graph is compiled
+    and one warning says why; `options={"strict": True}` raises instead.
     """
     chosen = Options.parse(mode, options, [p.name for p in registered_patterns()])
-    chosen.inner_compiler()  # raises here if an option of Inductor's has a wrong type
+    chosen.inner_compiler()  # raises here if one of Inductor's options has the wrong type
 
     def compile_inner(options: Options) -> Compiled:
         made: Compiled = options.inner_compiler()(gm, example_inputs)
@@ -78,9 +78,9 @@ def compile_graph(
     compile_inner: CompileInner,
     attempt: Attempt | None = None,
 ) -> Compiled:
-    """The graph, fused and compiled by `attempt`, which by default fuses first.
+    """Compile the graph with `attempt`, by default `fuse_and_compile`.
 
-    Where that fails or finds nothing to fuse, `compile_inner` compiles the user's own graph.
+    If that fails or finds nothing to fuse, `compile_inner` compiles the user's own graph.
     """
     make = attempt or fuse_and_compile
     at_calls = options.verify == "always" or not verification.is_verifiable(inputs)
@@ -111,7 +111,7 @@ def compile_graph(
 def fuse_and_compile(
     gm: GraphModule, inputs: Sequence[Any], options: Options, compile_inner: CompileInner
 ) -> tuple[Compiled | None, Outcome]:
-    """Inductor and its caches see the rewritten graph."""
+    """Fuse, then compile: Inductor and its caches see the rewritten graph."""
     coming, padded = provenance.Passes.over(gm, options, inputs), padding.settings(gm, options)
     results: Any = gm.graph.output_node().args[0]
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
@@ -131,7 +131,7 @@ def fuse_and_compile(
 
 
 def compile_tagged(compile_inner: CompileInner, options: Options) -> Compiled:
-    """Compile with fx_fuser's part in the keys of Inductor's caches."""
+    """Compile with fx_fuser's tag in the keys of Inductor's caches."""
     with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
         return compile_inner(options)
 
@@ -161,14 +161,14 @@ def fuse(
     """Rewrite every match in the module's graph and in the bodies of its transparent regions.
 
     Graphs are replaced, not edited: the old ones stay as they were.
-    explained: a report to add to, with the graphs; then nothing is rewritten.
-    inputs: the graph's, on which to verify the fused sites, if the options say so.
-    beside: kernels that the passes need, which compile beside those of the matches.
+    explained: a report to fill in, with the graphs; then nothing is rewritten.
+    inputs: the graph's, to verify the fused sites on, if the options say so.
+    beside: kernels that the passes need, compiled together with those of the matches.
     """
     outcome = Outcome() if explained is None else Outcome(explained)
     report = outcome.report
     searched = _search(gm, inputs, options, explained is not None or report.is_read())
-    # All at once: kernels compile side by side.
+    # All at once, so that kernels compile in parallel.
     sites = _planned([match for one in searched for match in one.read.matches], options, beside)
     decided = iter(_verified(sites, gm, searched, options, inputs))
     for index, one in enumerate(searched, len(report.graphs)):
@@ -191,7 +191,7 @@ class _Searched:
     read: Reading
 
     def rewrite(self, sites: Sequence[Planned | Refusal]) -> None:
-        """The copy becomes the module's graph, with the calls of its sites, if there is an edit."""
+        """If anything changed, put the copy, with its sites' calls, in place of the graph."""
         calls = [(site.match, site.call) for site in sites if isinstance(site, Planned)]
         if calls or self.read.is_edited:
             self.prepared.restore(rewrite.replace_all(self.prepared.graph, calls))
@@ -202,7 +202,7 @@ class _Searched:
 def _search(
     gm: GraphModule, inputs: Sequence[Any], options: Options, is_told: bool
 ) -> list[_Searched]:
-    """The graphs of the module and of its bodies, read. is_told: also what is left there."""
+    """Read the graphs of the module and of its bodies. is_told: also report what is left."""
     active = [p for p in registered_patterns() if options.selects(p.name)]
     subclasses.mark(gm, inputs)
     reader = masks.Reader()
@@ -234,7 +234,7 @@ def _search(
 def _planned(
     matches: Sequence[Match], options: Options, beside: Kernels
 ) -> list[Planned | Refusal]:
-    """For each match its call, or why there is none. A failure costs its site alone."""
+    """The call of each match, or why it has none. A failure affects only its own site."""
     plans = gate.decide(matches, options, beside)
     failed: dict[int, Refusal] = {}
 
@@ -257,7 +257,7 @@ def _verified(
     options: Options,
     inputs: Sequence[Any],
 ) -> list[Planned | Refusal]:
-    """The sites, but those refused that are wrong on these inputs, if they are verified now."""
+    """The sites; those that are wrong on these inputs are refused, if they are verified now."""
     calls = {s.match.root: (s.match, s.call) for s in sites if isinstance(s, Planned)}
     if not calls or options.verify == "never" or not verification.is_verifiable(inputs):
         return sites
@@ -267,12 +267,12 @@ def _verified(
     def judged(site: Planned | Refusal) -> Planned | Refusal:
         if isinstance(site, Refusal) or site.match.root not in faults:
             return site
-        reason = f"what is fused is wrong on these inputs: {faults[site.match.root]}"
+        reason = f"the fused site is wrong on these inputs: {faults[site.match.root]}"
         return replace(Refusal.of(site.match, Fault(site.match.root, reason)), wrong=True)
 
     return [judged(site) for site in sites]
 
 
 def _cache_tag() -> str:
-    """fx_fuser's part of Inductor's cache keys: these have ops' names and arguments, not code."""
+    """fx_fuser's part of Inductor's cache keys, which hold ops' names and arguments, not code."""
     return f"{torch.compiler.config.cache_key_tag}fx_fuser:{binaries.fingerprint()}"

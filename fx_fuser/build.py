@@ -15,13 +15,13 @@ from fx_fuser.kernels import split
 from fx_fuser.native.binaries import batch_stats_source, cubins, shim
 from fx_fuser.native.kernel_spec import texts_of
 
-ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
-# And for these two of the split product, whose shared memory and registers differ there.
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # what --all-archs compiles for
+# And the split product also for these: its shared memory and registers differ there.
 SPLIT_ARCHS = ("sm_86", "sm_89", "sm_90")
 
 
 def _sources(arch: str, one_each: bool) -> list[str]:
-    """What is compiled for it."""
+    """The sources to compile for an architecture."""
     if arch in SPLIT_ARCHS:
         return texts_of(split.examples()[: 1 if one_each else 2])
     specs = kernels.examples(arch)
@@ -33,7 +33,7 @@ def _sources(arch: str, one_each: bool) -> list[str]:
 
 def _arch(name: str) -> str:
     if not re.fullmatch(r"sm_\d{2,3}[af]?", name):
-        raise argparse.ArgumentTypeError(f"{name!r} is no architecture; give a name such as sm_90a")
+        raise argparse.ArgumentTypeError(f"{name!r} is not an architecture; give one, say sm_90a")
     return name
 
 
@@ -49,17 +49,17 @@ def _attempt(label: str, action: Callable[[], object]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles everything and prints a line each; 0 if all of it compiled."""
+    """Compiles everything and prints a line each; returns 0 if all of it compiled."""
     parser = argparse.ArgumentParser(prog="python -m fx_fuser.build", description=main.__doc__)
     parser.add_argument(
         "--all-archs",
         action="store_true",
-        help=f"for {', '.join(ARCHS)}; of the split product for {', '.join(SPLIT_ARCHS)} too",
+        help=f"for {', '.join(ARCHS)}; the split product also for {', '.join(SPLIT_ARCHS)}",
     )
-    help_arch = "for this one, say sm_90a"
+    help_arch = "for this architecture, say sm_90a"
     parser.add_argument("--arch", action="append", default=[], type=_arch, help=help_arch)
-    parser.add_argument("--no-shim", action="store_true", help="kernels alone, without g++")
-    parser.add_argument("--one-each", action="store_true", help="of each main loop one kernel")
+    parser.add_argument("--no-shim", action="store_true", help="only kernels, without g++")
+    parser.add_argument("--one-each", action="store_true", help="one kernel for each main loop")
     chosen = parser.parse_args(arguments)
 
     passed = [] if chosen.no_shim else [_attempt("shim", shim)]

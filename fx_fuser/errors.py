@@ -31,17 +31,17 @@ class VersionError(FxFuserError, ImportError):
 
 
 def allocations_failed(device: torch.device) -> int:
-    """On this device, so far; 0 if torch's allocator does not count them."""
+    """How many allocations have failed on this device; 0 if they are not counted."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return 0
-    with contextlib.suppress(RuntimeError):  # of an allocator that was plugged in
+    with contextlib.suppress(RuntimeError):  # raised by a pluggable allocator
         return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
     return 0
 
 
 def is_out_of_memory(error: BaseException, device: torch.device, failed_before: int) -> bool:
-    """Did memory run out, by torch's own error or by the shim's?  Of what the shim calls in torch
-    no reason comes through: then the allocator's count decides.
+    """Did memory run out, by torch's own error or the shim's?  A torch call of the shim that fails
+    passes on no reason: then the allocator's count decides.
 
     failed_before: `allocations_failed` from before the call.
     """

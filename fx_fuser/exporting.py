@@ -1,10 +1,10 @@
 """fuse_exported(program): an exported program with fx_fuser's ops in its graph, for inference.
 
-The backend gets a graph from Dynamo, and what it rewrites goes on to Inductor at once. An exported
+The backend gets a graph from Dynamo, and hands what it rewrites to Inductor at once. An exported
 program is kept: `torch.export.save` writes its graph to a file, and AOTInductor calls an op of
 another library by its name and arguments, in a process that has compiled nothing. So the graph is
-rewritten as for the backend, and then every call in it is made one that a file can hold: of
-`run.EXPORTED` at each site, and operations of ATen for all else that was put in.
+rewritten as for the backend, and then each call becomes one that a file can hold: `run.EXPORTED`
+at each site, and ATen's operations for everything else that was inserted.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
     names = [n for n in ("inner", "mode") if getattr(chosen, n) != getattr(_DEFAULTS, n)]
     if names or chosen.inductor:
         raise OptionError(
-            f"option {[*names, *chosen.inductor][0]!r} is of a compiler, which an exported program "
-            "meets later; give it there, say as inductor_configs of aoti_compile_and_package"
+            f"option {[*names, *chosen.inductor][0]!r} is for the compiler, which runs "
+            "after the export; pass it there, say as inductor_configs of aoti_compile_and_package"
         )
     if chosen.verify != "never":
         raise OptionError(
@@ -112,7 +112,7 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
 
 
 def _lifted(program: ExportedProgram) -> list[Any]:
-    """The values of the graph's inputs; None for those of the user."""
+    """The values of the graph's inputs; None for the user's inputs."""
     values = {**program.constants, **program.state_dict}
     return [values.get(spec.target) for spec in program.graph_signature.input_specs]
 
@@ -121,11 +121,11 @@ def _lifted(program: ExportedProgram) -> list[Any]:
 
 
 class _Meanings:
-    """Gives the nodes the `example_value` that the matcher reads, and knows the `val` of each.
+    """Gives each node the `example_value` that the matcher reads, and knows its `val`.
     targets: what the program calls.
 
-    Fake tensors of a program that comes from a file share no memory. Where something writes to
-    memory they have to, so that views are computed once more.
+    Fake tensors of a program loaded from a file share no memory. If something writes to memory,
+    they must, so the graph is evaluated again to get the views.
     """
 
     def __init__(self, modules: Sequence[GraphModule]) -> None:
@@ -134,7 +134,7 @@ class _Meanings:
         for module in modules:
             lacks = _lacks_memory(module)
             if lacks and module is not modules[0]:
-                continue  # two arguments of a body may be one tensor: it is left
+                continue  # arguments of a body may alias: skip it
             values = dict(_computed(module)) if lacks else {}
             for node in module.graph.nodes:
                 val = node.meta.get("val")
@@ -152,9 +152,9 @@ class _Meanings:
 
 
 def _lacks_memory(gm: GraphModule) -> bool:
-    """Does it write to memory, and no fake tensor tell which others see that?
+    """Does it write to memory, while no two fake tensors share any?
 
-    One that was traced here does: what an operation in place returns is what it wrote to.
+    In a program traced in this process they do: an in-place operation returns what it wrote to.
     """
     vals = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     alone = len({val.untyped_storage()._cdata for val in vals}) == len(vals)
@@ -162,14 +162,14 @@ def _lacks_memory(gm: GraphModule) -> bool:
 
 
 def _may_alias(node: Node) -> bool:
-    """May its value lie in an argument's memory?"""
+    """May its value alias an argument?"""
     if not isinstance(node.target, OpOverload):
         return True
     return any(argument.alias_info for argument in node.target._schema.arguments)
 
 
 def _computed(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
-    """Every node's fake value, each with the memory that it has when the program runs."""
+    """Every node's fake value, which aliases others as when the program runs."""
     found: dict[Node, Any] = {}
 
     class Recorder(Interpreter):
@@ -184,7 +184,7 @@ def _computed(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
         return
     shapes = mode.shape_env
     ignored = shapes.ignore_fresh_unbacked_symbols() if shapes else nullcontext()
-    with mode, ignored, enable_python_dispatcher():  # which gives sizes that are symbols
+    with mode, ignored, enable_python_dispatcher():  # for symbolic sizes
         Recorder(gm).run(*(v.detach() if isinstance(v, Tensor) else v for v in inputs))
     for node, value in found.items():
         if node.op != "output":
@@ -195,7 +195,7 @@ def _computed(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
 
 
 def _make_storable(module: GraphModule, meanings: _Meanings, dialect: str) -> None:
-    """Only operations of ATen and `run.EXPORTED`, each with its `val`, and no notes of ours."""
+    """Leave only ATen's operations and `run.EXPORTED`, each with its `val`; drop our own notes."""
     graph = module.graph
     composites = {getattr(torch.ops.fx_fuser, kind).default: kind for kind in ANCHORS}
     for node in list(graph.nodes):
@@ -228,7 +228,7 @@ def _put_op(graph: Graph, node: Node, kind: str) -> None:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """A method, a function of torch's that is no overload, or what calls one alone."""
+    """Is it a method, or a torch function other than an overload, or an op that only calls one?"""
     if node.op == "call_method" or node.target in ATTENTION_OPS:
         return True
     known = isinstance(node.target, (OpOverload, HigherOrderOperator))
@@ -236,7 +236,7 @@ def _is_of_torch(node: Node) -> bool:
 
 
 def _put_aten(graph: Graph, node: Node, pre_dispatch: bool) -> None:
-    """ATen's operations in the place of the call."""
+    """Replace the call by ATen's operations."""
     inputs = node.all_input_nodes
 
     def call(*values: Any) -> Any:
@@ -244,7 +244,7 @@ def _put_aten(graph: Graph, node: Node, pre_dispatch: bool) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        # An op of ours would be traced as it is.
+        # One of our ops would be traced unchanged.
         target: Any = ATTENTION_OPS.get(node.target, node.target)
         return target(*args, **kwargs)
 
@@ -263,7 +263,7 @@ def _put_aten(graph: Graph, node: Node, pre_dispatch: bool) -> None:
 def _rebuilt(program: ExportedProgram, gm: GraphModule) -> ExportedProgram:
     """A program of this graph; torch checks it."""
     inputs = (graph.find_nodes(op="placeholder") for graph in (gm.graph, program.graph))
-    for copied, written in zip(*inputs):  # a copied graph has no names of Python's, say `input`
+    for copied, written in zip(*inputs):  # copying renames Python's own names, say `input`
         copied.name, copied.target = written.name, written.target
     gm.recompile()
     results = gm.graph.output_node().args[0]
@@ -293,7 +293,7 @@ def _outputs(program: ExportedProgram) -> list[OutputSpec]:
 
 
 def _named(spec: OutputSpec, result: Any) -> OutputSpec:
-    """The name of a fused op is not that of the operation whose result it has."""
+    """A fused op has another name than the operation that it replaces: use the new one."""
     if isinstance(spec.arg, TensorArgument) and isinstance(result, Node):
         return OutputSpec(spec.kind, TensorArgument(result.name), spec.target)
     return spec

@@ -1,4 +1,4 @@
-"""Where fx_fuser fails, the graph is as the user wrote it, and one warning says why."""
+"""If fx_fuser fails, the graph stays as the user wrote it, and one warning says why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _is_compiling = ContextVar("fx_fuser_is_compiling", default=False)
 
 
 def is_compiling() -> bool:
-    """Is fx_fuser at work on a graph, in this thread?  Then that graph is not fused once more."""
+    """Is fx_fuser processing a graph in this thread?  Then that graph is not fused again."""
     return _is_compiling.get()
 
 
@@ -37,9 +37,9 @@ def compiling() -> Iterator[None]:
 
 
 def result_or_none(gm: GraphModule, strict: bool, attempt: Callable[[], T]) -> T | None:
-    """What `attempt` returns. If it fails, None: a warning says why, and `gm` is as it was.
+    """What `attempt` returns, or None if it fails: a warning says why, and `gm` is unchanged.
 
-    attempt: replaces graphs of `gm` and edits none. strict: raise what it raises.
+    attempt: replaces graphs of `gm`, never edits one. strict: raise its error instead.
     """
     with restorable(gm) as restore:
         try:

@@ -1,14 +1,14 @@
 """install(): `torch.compile(model)` fuses, with no backend named.
 
-What is installed stands around Inductor's entry, `compile_fx`. For each graph it adds settings to
-those that Inductor is called with, as the backend does: Inductor binds these to the graph, also to
-its backward, which it compiles later and often in another thread. Its global settings do neither:
-since torch 2.13 each thread has its own.
+`install` wraps Inductor's entry, `compile_fx`. For each graph the wrapper adds settings to those
+that Inductor is called with, as the backend does. Inductor binds these to the graph and to its
+backward, which it compiles later and often in another thread. It does not bind its global settings
+to either: since torch 2.13 each thread has its own.
 
 From torch 2.13 on the rewriting itself is one of these settings, Inductor's pass over the graph
 before autograd (`Fusion`). It has a `uuid`, so Inductor looks into its caches first, and on a hit
-the pass does not run. It is called there with a graph alone, of the module or of a region in it;
-what it needs to know besides is given to it here.
+the pass does not run. Inductor passes it only a graph, of the module or of a region in it; this
+module gives it everything else that it needs.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
     chosen = Options.parse(None, options, [p.name for p in registered_patterns()])
     if chosen.inner != "inductor":
         raise OptionError(
-            f"option 'inner' is {chosen.inner!r}, but what is installed is for Inductor; name the "
+            f"option 'inner' is {chosen.inner!r}, but install() works on Inductor; name the "
             'backend instead: torch.compile(model, backend="fx_fuser")'
         )
     inductors = [*chosen.inductor] if chosen.mode is None else ["mode"]
@@ -160,7 +160,7 @@ def _stand_in() -> None:
 
 
 def _step_aside() -> None:
-    """If another library stands before ours, ours stays, and passes everything on."""
+    """If another library has wrapped ours, ours stays and passes everything on."""
     if _blocks or _everywhere or not getattr(compile_fx.compile_fx, "is_fx_fusers", False):
         return
     compile_fx.compile_fx = compile_fx.compile_fx.__wrapped__  # type: ignore[attr-defined]
@@ -200,11 +200,11 @@ def _has_anchors(gm: GraphModule) -> bool:
 
 
 def _can_be_late(gm: GraphModule, options: Options) -> bool:
-    """May Inductor run the pass, and leave it out where its caches have the graph?
+    """May Inductor run the pass itself, and skip it on a cache hit?
 
-    Not if sites are verified on each start, or if a check of a pattern has no file to name its
-    version. And not beside a pass of the user's own: it may edit the graph in place, which then
-    could not be put back as it was.
+    Not if sites are verified on each start, or if a pattern's check is in no file, which would
+    tell its version. And not together with a pass of the user's own: that may edit the graph in
+    place, and then the graph could not be restored.
     """
 
     def setting(name: str) -> Any:
@@ -217,7 +217,7 @@ def _can_be_late(gm: GraphModule, options: Options) -> bool:
         and not setting(FIRST_PASS)
         and setting("use_pre_grad_passes")
         and setting("pre_grad_pass_timing") != "early"
-        # These work on other modules than they are given.
+        # These work on modules other than the one they are given.
         and not (setting("freezing") or setting("cpp_wrapper") or setting("fx_wrapper"))
         and all(_version_of(p) is not None for p in registered_patterns())
     )
@@ -248,13 +248,13 @@ def _compile_then_fuse(
 
 
 def _load_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
-    """After a hit: the graph names kernels that the process had loaded in which it was fused."""
+    """After a hit: load the kernels that the graph names, which the process that fused it had."""
     try:
         backend.fuse(twin(gm), options, inputs=inputs)
     except Exception:
         if options.strict:
             raise
-        log.info("the kernels of a graph from Inductor's cache were not all found", exc_info=True)
+        log.info("some kernels of a graph from Inductor's cache were not found", exc_info=True)
 
 
 def _is_on_cuda(value: Any) -> bool:
@@ -298,8 +298,8 @@ class Fusion(CustomGraphPass):
 
 
 def _uuid_of(inputs: Sequence[Any], options: Options) -> str:
-    """Everything that decides what is fused, besides graph, inputs and settings of Inductor's and
-    of autocast: these are in the keys of its caches."""
+    """Everything that decides what is fused, except what Inductor's cache keys have: the graph,
+    its inputs, and the settings of Inductor and of autocast."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     decides = (
@@ -307,7 +307,7 @@ def _uuid_of(inputs: Sequence[Any], options: Options) -> str:
         replace(options, inductor={}),
         [_version_of(pattern) for pattern in registered_patterns()],
         (matmul_tf32_requested(), conv_tf32_allowed()),
-        LINEAR_SPLIT.macro,  # by the environment
+        LINEAR_SPLIT.macro,  # set by the environment
         sorted((str(device), plan.unavailable(device)) for device in devices),
         [type(tensor).__qualname__ for tensor in tensors if is_user_class(tensor)],
         _shared_memory(tensors),
@@ -328,7 +328,7 @@ def _version_of(pattern: Pattern) -> tuple[str, ...] | None:
 
 
 def _shared_memory(tensors: Sequence[Tensor]) -> list[int]:
-    """For each tensor the place of the first one in the same memory."""
+    """For each tensor, the index of the first one in the same memory."""
     places: dict[Any, int] = {}
     return [places.setdefault(_memory_of(t), i) for i, t in enumerate(tensors)]
 
@@ -336,5 +336,5 @@ def _shared_memory(tensors: Sequence[Tensor]) -> list[int]:
 def _memory_of(tensor: Tensor) -> Any:
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # of a subclass that wraps others
+    except (NotImplementedError, RuntimeError):  # raised by a subclass that wraps other tensors
         return id(tensor)

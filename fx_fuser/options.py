@@ -16,15 +16,15 @@ from torch._dynamo.backends.registry import lookup_backend
 from fx_fuser.arguments import check_mapping
 from fx_fuser.errors import OptionError
 
-# Inductor's settings for fx_fuser's passes: the first over Dynamo's graph, two over the joint graph
-# of forward and backward, before and after Inductor's own and before it is partitioned, and the
-# last over each of the two.
+# Inductor's settings for fx_fuser's passes. The first runs on Dynamo's graph; two run on the joint
+# graph of forward and backward, before and after Inductor's own passes and before partitioning; the
+# last runs on each of the two parts.
 FIRST_PASS = "pre_grad_custom_pass"
 EARLY_PASS = "joint_custom_pre_pass"
 JOINT_PASS = "joint_custom_post_pass"
 LAST_PASS = "post_grad_custom_post_pass"
-# Inductor may give a tensor padded strides for readers of its views, and none where a custom op
-# reads it as well: the views then read other elements, and gradients are wrong (torch 2.11, CUDA).
+# Inductor may pad a tensor's strides for readers of its views, but not for a custom op that also
+# reads it: the views then read other elements, and gradients are wrong (torch 2.11, CUDA).
 _WITH_OWN_OPS = {"comprehensive_padding": False}
 CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
@@ -47,27 +47,27 @@ class Options:
     mode: a mode of Inductor ("reduce-overhead", "max-autotune", …), as `torch.compile(mode=)`.
     patterns: names of the patterns to use, or with a leading "-" not to use; None: all; []: none.
     auto: at an anchor where no named pattern fits, fuse whatever pointwise tail follows, or the
-        anchor alone, if that gains, and make a gemm of a broadcast product that is summed. None:
-        yes, unless `patterns` says what to use, or "inner" is "eager", where a user may
+        anchor alone, if that is faster; and turn a broadcast product that is summed into a gemm.
+        None: yes, unless `patterns` says what to use, or "inner" is "eager", where a user may
         differentiate twice.
     masks: run attention without a mask that the graph itself makes and that is causal or all
         true; it is evaluated once. Not if "inner" is "eager".
     max_structures: how many different grown tails a process compiles kernels for, if it measures
-        what gains; from then on a gemm is fused alone.
+        which are faster; after that a gemm is fused alone.
     cache_size: size of the folder of compiled kernels, in MB; the least recently used go first.
     fp32: how a Linear's fp32 gemm is computed on CUDA, and whether a convolution may use TF32.
-        "follow" torch's settings (at `highest` the default, "split"); "split": three gemms of fp16
+        "follow": torch's settings ("split" at `highest`, its default); "split": three gemms of fp16
         halves, as exact as fp32; "ieee": the library's fp32; "tf32".
-    plan: "measure" and leave to the inner compiler what gains nothing, or "always" fuse.
-    save: what a fused site keeps for its backward. "speed": what makes that fastest; "memory": not
-        the anchor's output, which backward recomputes; "auto": as "speed", but of two candidates
-        within 2 % of each other the one that keeps less.
+    plan: "measure" and leave to the inner compiler what is no faster, or "always" fuse.
+    save: what a fused site keeps for its backward. "speed": what makes it fastest; "memory": not
+        the anchor's output, which backward recomputes; "auto": as "speed", but if two candidates
+        are within 2 % of each other, the one that keeps less.
     verify: compare each fused site with the user's own operations and with float64, on the inputs
         of the "first_call" of each compiled graph or of "always" every call; a site that is wrong
         goes back to the user's operations.
     cpu_ops: on CPU too, run kernel ops and their autograd rule (reference implementation).
     inductor: all other keys; they must be options of `torch._inductor.config`.
-    exported: no option of the user's; `fuse_exported` sets it.
+    exported: not for users; `fuse_exported` sets it.
     """
 
     inner: str = "inductor"
@@ -90,7 +90,7 @@ class Options:
     def parse(
         cls, mode: str | None, options: Mapping[str, Any] | None, known: Sequence[str]
     ) -> Options:
-        """Check what the user gave; `known` are the names of the patterns there are."""
+        """Check what the user gave; `known` are the names of all patterns."""
         if options is not None:
             check_mapping("options", options, "give a dict, say {'fp32': 'ieee'}")
         given = dict(options or {})
@@ -111,7 +111,7 @@ class Options:
         if len(canonical) < len(given):
             twice = next(n for n in given if "-" in n and n.replace("-", "_") in given)
             raise OptionError(
-                f"option {twice!r} is given as {twice.replace('-', '_')!r} too; leave one out"
+                f"option {twice!r} is also given as {twice.replace('-', '_')!r}; leave one out"
             )
         return dataclasses.replace(made, inductor=canonical)
 
@@ -188,14 +188,14 @@ class Options:
 
     @property
     def contracts(self) -> bool:
-        """Are sums of products rewritten as gemms?  An exported program has core ATen's ops, and
-        an einsum is none."""
+        """Are sums of products rewritten as gemms?  An exported program has only core ATen's ops,
+        and einsum is not one."""
         return self.grows and not self.exported
 
     @property
     def takes_heads(self) -> bool:
-        """Is a Linear fused with the cross entropy of its rows?  An exported program has core
-        ATen's ops, and neither is one."""
+        """Is a Linear fused with the cross entropy of its rows?  An exported program has only core
+        ATen's ops, and cross entropy is not one."""
         return self.grows and not self.exported
 
     @property
@@ -205,7 +205,7 @@ class Options:
 
     @property
     def replays_cuda_graphs(self) -> bool:
-        """If so, the host's time to call an op does not count."""
+        """If so, the host's time to call an op does not matter."""
         by_default = torch._inductor.config.triton.cudagraphs
         by_mode = self.mode in ("reduce-overhead", "max-autotune")
         chosen = self.inductor.get("triton.cudagraphs", by_mode or by_default)
@@ -218,7 +218,7 @@ class Options:
         return lookup_backend(self.inner)
 
     def with_passes(self, passes: Mapping[str, Any], fused: bool = True) -> Options:
-        """These options for a graph. passes: Inductor's setting → pass. fused: has it fused ops?"""
+        """These options for a graph. passes: Inductor's setting → pass. fused: has it any?"""
         own = _WITH_OWN_OPS if fused or passes.keys() - {EARLY_PASS} else {}
         return dataclasses.replace(self, inductor={**own, **self.inductor, **passes})
 
@@ -231,10 +231,10 @@ class Options:
 
 
 def is_off(consequence: str) -> bool:
-    """Is nothing to be fused?  Then the log says so, with the consequence at this place.
+    """Is fusing switched off?  Then log that, with the consequence here.
 
     Raises:
-        OptionError: the variable has another value than it may.
+        OptionError: the variable has an invalid value.
     """
     value = os.environ.get(SWITCH, "")
     if value not in ("", "off", "install"):
@@ -245,5 +245,5 @@ def is_off(consequence: str) -> bool:
 
 
 def installs_at_import() -> bool:
-    """A wrong value is told where fx_fuser is used: an import must not stop other programs."""
+    """A wrong value raises where fx_fuser is used: an import must not stop other programs."""
     return os.environ.get(SWITCH) == "install"

@@ -37,9 +37,9 @@ log = logging.getLogger("fx_fuser")
 
 @dataclass(frozen=True)
 class Planned:
-    """Everything that is known of a site before the graph is rewritten.
+    """Everything that is known about a site before the graph is rewritten.
 
-    match: what is fused; of a grown match perhaps z alone.
+    match: what is fused; for a grown match, perhaps z alone.
     """
 
     match: Match
@@ -51,15 +51,15 @@ class Planned:
 
 @dataclass
 class Outcome:
-    """What `backend.fuse` did. matches: those rewritten. left: those that gain nothing. wrong:
+    """What `backend.fuse` did. matches: rewritten. left: sites where fusing gains nothing. wrong:
     those that are wrong on these inputs. failed: those at which fx_fuser failed. masks: those
-    removed. contractions: sums of products that are gemms now. heads: those fused with their loss.
-    attentions: those written by hand that are torch's fused one now.
-    is_edited: does Inductor get another graph even where nothing is fused? sites: how many there
+    removed. contractions: sums of products that are gemms now. heads: Linears fused with their
+    loss. attentions: written by hand, and now torch's fused one.
+    is_edited: does Inductor get a changed graph even if nothing is fused? sites: how many there
     are, with those that a pattern or fx_fuser cannot take, as far as the report lists these.
-    is_known: False where Inductor's cache had the graph, so that nothing was looked for. folds: is
-    there a site that `passes.folding` is for? is_converted: of its graphs, would Inductor have
-    converted one to channels_last?"""
+    is_known: False if Inductor's cache had the graph, so that nothing was searched. folds: is there
+    a site for `passes.folding`? is_converted: would Inductor have converted one of its graphs to
+    channels_last?"""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Outcome:
     def add(
         self, read: Reading, sites: Iterable[Planned | Refusal], index: int, options: Options
     ) -> None:
-        """What was found in one graph, the report's `index`-th, and what became of its matches."""
+        """Add what was found in one graph, the report's `index`-th, and what became of it."""
         report, view = self.report, read.view
         for refusal in read.refusals:
             report.add_refusal(refusal, view, index)
@@ -148,14 +148,14 @@ class Outcome:
             warnings.warn(f"{message}\nPlease report it.", stacklevel=3)
 
     def hint(self, options: Options, inputs: Sequence[Any], replaced: Mapping[str, int]) -> None:
-        """One line, once a graph is compiled. inputs: the graph's. replaced: in Inductor's graph
-        of it, kind → how many."""
+        """Log one line, once a graph is compiled. inputs: the graph's. replaced: kind → how many
+        were replaced in Inductor's graph."""
         if log.isEnabledFor(logging.INFO):
             devices = {value.device.type for value in inputs if isinstance(value, Tensor)}
             log.info("%s", self.line(options, devices, replaced))
 
     def line(self, options: Options, devices: Set[str], replaced: Mapping[str, int]) -> str:
-        """devices: the kinds of those that the graph's inputs are on."""
+        """devices: the device types of the graph's inputs."""
         if devices and not ("cuda" in devices or options.cpu_ops or self.matches):
             where = "a CPU" if devices <= {"cpu"} else " and ".join(sorted(devices))
             return f"{self._said(0, replaced)}: on {where} none of fx_fuser's kernels run"
@@ -163,12 +163,12 @@ class Outcome:
         said, remedy = self._said(fused, replaced), host_note(options)
         bound = sum(remedy in refusal.reason for refusal in self.left) if remedy else 0
         if bound:
-            said += f"; {_counted(bound, 'site')} left though faster on the GPU{remedy}"
-        return said + "; explain says why not the rest" * (fused < self.sites)
+            said += f"; {_counted(bound, 'site')} left unfused, though faster on the GPU{remedy}"
+        return said + "; explain says why the rest is not" * (fused < self.sites)
 
     def _said(self, fused: int, replaced: Mapping[str, int]) -> str:
         if not self.is_known:
-            return "Inductor's cache had a graph, as it was compiled before"
+            return "Inductor's cache had this graph"
         said = f"fused {fused} of {_counted(self.sites, 'site')}" if self.sites else "no site"
         edits = {
             "contraction": len(self.contractions),
@@ -181,7 +181,7 @@ class Outcome:
 
 
 def replaced() -> Counter[str]:
-    """In Inductor's graphs, so far, by kind. Inductor compiles a backward when it first runs."""
+    """Replaced in Inductor's graphs so far, by kind. It compiles a backward when it first runs."""
     names = {
         "gemm": (products.COUNTERS, padding.COUNTERS),
         "attention": (attention_split.COUNTERS,),
@@ -190,7 +190,7 @@ def replaced() -> Counter[str]:
 
 
 def _count_of_sites(read: Reading) -> int:
-    """Anchors, each once: several patterns may be refused at one. And other gemms."""
+    """Each anchor once, though several patterns may be refused there; and other gemms."""
     found = [m.site for m in read.matches] + [r.site for r in read.refusals] + read.others
     return len({site.node for site in found}) + len(read.products)
 

@@ -36,10 +36,10 @@ log = logging.getLogger("fx_fuser.reading")
 @dataclass
 class Reading:
     """What was found in one graph. No node belongs to two matches. others: anchors that no part of
-    a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. products:
-    what is no anchor though it multiplies. masks: of attention. contractions: sums of products that
-    are gemms now. attentions: those written by hand, and what looks like one and why it is none.
-    heads: losses behind a Linear."""
+    a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. products: ops
+    that multiply and are not anchors. masks: of attention. contractions: sums of products that are
+    gemms now. attentions: those written by hand, and what looks like one and why it is not.
+    heads: losses after a Linear."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Reading:
 
     @property
     def is_edited(self) -> bool:
-        """Is the graph another one even where nothing is fused?"""
+        """Has the graph changed even if nothing is fused?"""
         is_head = any(head.is_edit for head in self.heads)
         is_attention = any(one.is_edit for found in (self.masks, self.attentions) for one in found)
         return is_head or is_attention or bool(self.contractions)
@@ -77,8 +77,8 @@ def read_graph(view: View, active: Sequence[Pattern], options: Options) -> Readi
     fault_of = functools.partial(_fault_of, taken=taken)
     sites = _readable_sites(view)
     inner = {n for site in sites for n in site.nodes if n is not site.node}
-    # Else a pattern that is an anchor alone would take the gemm of `x @ w + b`, or the convolution
-    # under a BatchNorm, and the larger site would be lost.
+    # Otherwise a pattern that is only an anchor would take the gemm of `x @ w + b`, or the
+    # convolution under a BatchNorm, and the larger site would be lost.
     for node in sorted(view.nodes, key=inner.__contains__):
         if node in taken:
             continue
@@ -129,7 +129,7 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
 
 
 def _visit_order(view: View, sites: Sequence[Site]) -> list[Site]:
-    """In the graph's order, but a convolution comes last if its tail may end behind several others.
+    """In the graph's order, but a convolution comes last if its tail may end after several others.
 
     A fused site is computed where its tail ends, and its operands live until then. In RegNet's
     `relu(proj(x) + f(x))` the last convolution of f can take the tail as well as that of proj; if
@@ -140,7 +140,7 @@ def _visit_order(view: View, sites: Sequence[Site]) -> list[Site]:
     def waits(site: Site) -> bool:
         if not isinstance(ANCHORS[site.kind], Conv2d):
             return False
-        with suppress(Exception):  # which is raised again where the site itself is read
+        with suppress(Exception):  # raised again where the site itself is read
             begin, end = (view.order[node] for node in (site.node, reach(view, site)))
             return bisect.bisect_left(places, end) - bisect.bisect_right(places, begin) > 1
         return False
@@ -151,14 +151,14 @@ def _visit_order(view: View, sites: Sequence[Site]) -> list[Site]:
 def _grown_at(
     view: View, site: Site, fault_of: Callable[[Match], Fault | None], options: Options
 ) -> Grown | Refusal | str:
-    """The grown match, or why there is none: as words if no fused kernel may gain."""
+    """The grown match, or why there is none: a text if no fused kernel may gain."""
     only = alone(view, site)
     if meta_tensor(site.node) is not None and not plan.runs_native(only, options):
         return plan.ON_CPU
     fault = fault_of(only)
     if fault is not None:
         return Refusal.of(only, fault)
-    if isinstance(ANCHORS[site.kind], Conv2d):  # what takes one may depend on its tail
+    if isinstance(ANCHORS[site.kind], Conv2d):  # which kernel takes one may depend on its tail
         grown = grow(view, site, fault_of, functools.partial(plan.no_gain, options=options))
         gainless = plan.no_gain(grown, options) if isinstance(grown, Match) else ""
         if gainless and isinstance(grown, Match):
@@ -174,7 +174,7 @@ def _grown_at(
 
 
 def _readable_sites(view: View) -> list[Site]:
-    """Every anchor; a node that fx_fuser fails to read is none."""
+    """Every anchor, without nodes that fx_fuser fails to read."""
     found: list[Site] = []
     for node in view.nodes:
         with suppress(Exception):  # it raises again in `find`, which handles it
@@ -186,7 +186,7 @@ def _readable_sites(view: View) -> list[Site]:
 def _failure_at(
     view: View, node: Node, active: Sequence[Pattern], error: Exception
 ) -> Refusal | None:
-    """A refusal for the report, if the node is an anchor; a node that cannot be read is none."""
+    """A refusal for the report, if the node is an anchor that can be read."""
     log.info("a site is left to the model's own ops", exc_info=error)
     try:
         site = site_at(view, node)
@@ -199,13 +199,13 @@ def _failure_at(
 
 
 def attentions_by_hand(graph: Graph, strict: bool) -> list[ByHand]:
-    """The attentions of a graph but for calls of torch's own, before the graph is prepared."""
+    """The attentions of a graph that do not call torch's own, before the graph is prepared."""
     return [ByHand(one) for one in attentions(View(graph), strict) if one.is_by_hand]
 
 
 def add_what_is_left(read: Reading, active: Sequence[Pattern], options: Options) -> None:
-    """The nearest pattern at each other anchor, and what is no anchor. Takes some ms an anchor, so
-    only for a report that somebody reads."""
+    """Add the nearest pattern at each other anchor, and products that are not anchors. Takes some
+    ms per anchor, so only for a report that somebody reads."""
     view = read.view
     taken = {node for match in read.matches for node in match.nodes}
     fault_of = functools.partial(_fault_of, taken=taken)
@@ -217,10 +217,10 @@ def add_what_is_left(read: Reading, active: Sequence[Pattern], options: Options)
             continue
         try:
             miss = near_miss(view, site, active, fault_of)
-        except Exception:  # it only explains, and no fusion may be lost to that
+        except Exception:  # explaining must not cost a fusion
             if options.strict:
                 raise
-            log.info("no near miss is looked for at %s", site.node, exc_info=True)
+            log.info("skipped the search for near misses at %s", site.node, exc_info=True)
             miss = None
         if miss is None:
             read.others.append(site)

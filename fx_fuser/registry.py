@@ -31,7 +31,7 @@ def register_pattern(
     pattern = trace(source, check, name)
     if pattern.name.startswith(AUTO):
         raise PatternError(
-            f"pattern {pattern.name}: names that begin with {AUTO!r} are those of grown tails; "
+            f"pattern {pattern.name}: names that begin with {AUTO!r} are reserved for grown tails; "
             "pass another `name=`"
         )
     for known in _patterns:

@@ -6,7 +6,7 @@
     assert_equivalent(model, (x,), train=True)
 
 Both work on copies: the model, the inputs, the random state and fx_fuser's counters stay as they
-were. Both reset Dynamo, since code that is compiled already would not be counted.
+were. Both reset Dynamo, since code that is already compiled would not be counted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def assert_fused(
     inputs: a tuple of arguments, or `(args, kwargs)`. expected: pattern → number of sites; a
     pattern that is not named must not be fused at all. Grown tails, `auto_<anchor>`, count only if
     one is named, since the GPU decides which are worth fusing.
-    train: in training mode, forward and backward; else in eval mode, under `no_grad`.
+    train: in training mode, forward and backward; otherwise in eval mode, under `no_grad`.
     options: as for the backend. `strict` is on by default, so that a failure of fx_fuser raises
     here instead of leaving the model unfused.
     Raises AssertionError with the table of `fx_fuser.explain`, OptionError for a bad argument.
@@ -78,7 +78,7 @@ def assert_fused(
         if name in left:
             line += (
                 f"; {left[name]} left to the inner compiler, as fusing gains nothing on this GPU "
-                "(options={'plan': 'always'} fuses all the same)"
+                "(options={'plan': 'always'} fuses anyway)"
             )
         lines.append(line)
     raise AssertionError("\n".join([*lines, "", _explained(model, inputs, train, options)]))
@@ -95,9 +95,9 @@ def assert_equivalent(
     that it writes to, and in training every gradient.
 
     inputs, train and options: as in `assert_fused`. The model runs three times: compiled, eagerly,
-    and eagerly in float64. For a value that is out of bounds, the errors of other runs count as
-    eager's: on a CPU, where Inductor compiles the plain operations, Inductor's, and eager's on
-    parameters and inputs that differ by a rounding.
+    and eagerly in float64. If a value is out of bounds, the errors of other runs count as eager's:
+    Inductor's on a CPU, where it compiles the plain operations, and eager's on parameters and
+    inputs that differ by a rounding.
     A model that draws random numbers cannot be compared: set its dropout to 0.
     Raises AssertionError with every value that is out of bounds and the table of `explain`,
     OptionError for a bad argument.
@@ -133,7 +133,7 @@ def _check_arguments(model: Any, inputs: Any, train: Any, options: Any) -> None:
 
 
 def _check_expected(expected: Any) -> None:
-    """A name that nothing has would hold whatever is fused."""
+    """Check the names: a name that nothing has would pass, whatever is fused."""
     example = "give a dict, say {'linear_sigmoid_mul_mul': 2}"
     check_mapping("expected", expected, example)
     known = [*(p.name for p in registered_patterns()), *(f"{AUTO}{kind}" for kind in ANCHORS)]
@@ -200,8 +200,8 @@ def neighbour(
     """Eager on parameters, buffers and inputs that differ by at most a rounding of their dtype, or
     of one with that eps.
 
-    What a value may be off by is not its own rounding alone: where a sum cancels, eager's own
-    error may be zero by luck, and then bounds nothing.
+    A value's error comes not only from its own rounding: where a sum cancels, eager's own error
+    may be zero by luck, and then bounds nothing.
     """
 
     def call(twin: Any) -> Callable[..., Any]:
@@ -221,7 +221,7 @@ def neighbour(
 def _inductors(
     model: Callable[..., Any], inputs: Any, train: bool, eager: Observed
 ) -> Iterator[Observed]:
-    """Inductor's run, where its error is as good a bound as eager's."""
+    """Inductor's run, if its error is as good a bound as eager's."""
     if not _on_cuda(eager):
         torch._dynamo.reset()
         yield observe(model, inputs, train, torch.compile, like=eager)
@@ -231,7 +231,7 @@ def _neighbours(
     model: Callable[..., Any], inputs: Any, train: bool, eager: Observed
 ) -> Iterator[Observed]:
     seen = filter(has_roundings, eager.everything().values())
-    eps = max((torch.finfo(t.dtype).eps for t in seen), default=0.0)  # of autocast's, maybe
+    eps = max((torch.finfo(t.dtype).eps for t in seen), default=0.0)  # perhaps autocast's
     generator = torch.Generator().manual_seed(0)
     for _ in range(NEIGHBOURS):
         yield neighbour(model, inputs, train, eager, generator, eps)

@@ -28,10 +28,10 @@ def check(torch_version: str = torch.__version__, python_version: str = "") -> N
     """Raises VersionError if Python or torch is too old. If one is newer than all tested versions,
     it logs a line: it may well work.
 
-    A build that precedes a release, say 2.11.0a0 in a container of NVIDIA's, counts as the release.
+    A pre-release build, say 2.11.0a0 in an NVIDIA container, counts as the release.
 
     Args:
-        python_version: default: that of the running interpreter.
+        python_version: by default the running interpreter's.
     """
     python_version = python_version or platform.python_version()
     remedy = "use a newer Python"
@@ -45,7 +45,7 @@ def _check(
 ) -> None:
     release = release_of(found)
     if release is None:
-        log.info("%s's version %r is not understood, so not checked", name, found)
+        log.info("%s's version %r cannot be parsed, so it is not checked", name, found)
         return
     if release < oldest:
         raise VersionError(
@@ -62,6 +62,6 @@ def _dotted(release: tuple[int, int]) -> str:
 
 
 def release_of(found: str) -> tuple[int, int] | None:
-    """(2, 11) of "2.11.0+cu130"; None of what is no version."""
+    """(2, 11) of "2.11.0+cu130"; None if it is not a version."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     return (int(numbers[1]), int(numbers[2])) if numbers else None

@@ -4,8 +4,8 @@ python -m fx_fuser.wheel OUT
 Needs a checkout, g++, NVRTC and the packages of the extra "wheel", and no GPU. One wheel serves
 every Python and every torch from 2.11 on, with CUDA 12 and 13: the shim uses LibTorch's stable ABI
 and links no CUDA library. Its tag is manylinux_2_28, like torch's. The shim needs older symbols of
-glibc and libstdc++ only (glibc 2.17, GLIBCXX_3.4.21 as of gcc 12); `check` makes sure. Where a
-driver is older than the NVRTC that compiled the kernels, they are compiled where they are needed.
+glibc and libstdc++ only (glibc 2.17, GLIBCXX_3.4.21 as of gcc 12); `check` makes sure. If a driver
+is older than the NVRTC that compiled the kernels, they are compiled on the user's machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def portable_shim(target: Path) -> None:
     """Build the shim at `target`, for machines with an older glibc and libstdc++ than this one's.
 
     Raises:
-        BuildError: it does not compile, or asks for more than its tag promises.
+        BuildError: it does not compile, or needs newer symbols than its tag promises.
     """
     portable = binaries.KERNELS / "host/portable"
     command = binaries.shim_command(compilers.of_shim(), ("-s", "-I", str(portable)))
@@ -70,11 +70,11 @@ def check(library: Path) -> None:
         ["objdump", "-T", str(library)], check=True, capture_output=True, text=True
     ).stdout
     if newer := newer_symbols(listed.splitlines()):
-        raise BuildError(f"{library} asks for what manylinux_2_28 has not: {', '.join(newer)}")
+        raise BuildError(f"{library} needs what manylinux_2_28 lacks: {', '.join(newer)}")
 
 
 def newer_symbols(listed: Iterable[str]) -> list[str]:
-    """Of what `objdump -T` says."""
+    """The symbols that are too new, from the output of `objdump -T`."""
     found = []
     for line in listed:
         version = re.search(r"\((GLIBCXX|GLIBC|CXXABI|GCC)_([\d.]+)\)\s+(\S+)", line)
@@ -86,11 +86,11 @@ def newer_symbols(listed: Iterable[str]) -> list[str]:
 def usual_cubins(target: Path, archs: Sequence[str] = usual.ARCHS) -> list[str]:
     """Compile the usual kernels into the folder `target`, as `binaries.prebuilt_cubin` finds them.
 
-    Returns a line of what does not compile, for which architecture, and why. A user's compiler will
-    try it again.
+    Returns a line for each kernel that does not compile: the architecture, and why. A user's
+    compiler will try it again.
 
     Raises:
-        BuildError: there is no NVRTC, or for an architecture nothing compiles.
+        BuildError: there is no NVRTC, or nothing compiles for an architecture.
     """
     wanted: dict[Job, str] = {}
     for arch in archs:
@@ -108,8 +108,9 @@ def usual_cubins(target: Path, archs: Sequence[str] = usual.ARCHS) -> list[str]:
 
 
 def _cubin_job(text: str, name: str, arch: str) -> Job:
-    """By NVRTC, without lines of files that only this machine has, four fifths of the bytes; and
-    on one thread, since cores have kernels enough, and its registers are the same in each run."""
+    """A job for NVRTC. It leaves out line information, which names files of this machine and is
+    four fifths of the bytes. It uses one thread: there are kernels enough for all cores, and the
+    registers are then the same in each run."""
     left_out = ("-lineinfo", jobs.IN_PARALLEL)
     command = compilers.nvrtc().command(arch, binaries.KERNELS.resolve())
     kept = tuple(part for part in command if part not in left_out)
@@ -117,7 +118,7 @@ def _cubin_job(text: str, name: str, arch: str) -> Job:
 
 
 def _title(text: str) -> str:
-    """Of a translation unit: its epilogue, which its first comment says."""
+    """The epilogue of a translation unit, from its first comment."""
     lines = text.splitlines()
     return next((line[3:] for line in lines if line.startswith("// ")), lines[-1])
 
@@ -129,7 +130,7 @@ def build_all(out: Path) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise BuildError(f"{out} is no folder; give another OUT") from error
+        raise BuildError(f"{out} is not a folder; give another OUT") from error
     before = set(out.iterdir())
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "fx_fuser"

@@ -37,7 +37,7 @@ def machine(**changes: Any) -> Facts:
         compiler="NVRTC, /venv/libnvrtc.so.13 (13.2)",
         compiler_fault="",
         brought={"sm_90a": 45, "sm_80": 32},
-        launcher="prebuilt, of the wheel",
+        launcher="prebuilt, from the wheel",
         launcher_fault="",
         split_loop="",
         split_loop_fault="",

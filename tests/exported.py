@@ -23,7 +23,7 @@ def export(model: nn.Module, inputs: Sequence[Any], dynamic: bool = False) -> Ex
 
 @contextmanager
 def exporting(decomposed: bool = False) -> Iterator[None]:
-    """`helpers.check` compiles the module of the exported program in the place of the model."""
+    """`helpers.check` compiles the module of the exported program in place of the model."""
     plain = helpers.compiled
 
     def compiled(model: Any, dynamic: bool | None = None, *rest: Any, **options: Any) -> Any:

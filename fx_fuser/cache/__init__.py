@@ -26,7 +26,7 @@ def _shown(folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fx_fuser.cache",
-        description="Shows the folder of compiled kernels, of $FX_FUSER_CACHE_DIR or by default.",
+        description="Shows the folder of compiled kernels: $FX_FUSER_CACHE_DIR, or the default.",
     )
     parser.add_argument("--clear", action="store_true", help="remove fx_fuser's files in it")
     args = parser.parse_args(arguments)

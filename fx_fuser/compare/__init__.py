@@ -176,7 +176,7 @@ def _tensors(modules: Sequence[nn.Module], inputs: Any) -> list[Tensor]:
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """The one that is measured."""
+    """The device that is measured."""
     found = {t.device for t in tensors}
     kinds = {device.type for device in found}
     gpus = sorted(str(device) for device in found if device.type == "cuda")
@@ -206,7 +206,7 @@ def _columns(
     if reduce_overhead:
         if mode not in (None, "default"):
             raise OptionError(
-                f"option 'mode' is {mode!r} beside reduce_overhead=True; leave one out"
+                f"option 'mode' is {mode!r} and reduce_overhead is True; leave one out"
             )
         names += ["inductor_reduce_overhead", "fx_fuser_reduce_overhead"]
     return names
@@ -223,8 +223,8 @@ def _is_narrow(tensors: Sequence[Tensor]) -> bool:
 
 
 def _first_step(race: Race, wanted: bool) -> None:
-    """In eager mode, whatever the columns are: it tells what receives a gradient, and the libraries
-    load their kernels, which no column is to be charged for."""
+    """In eager mode, whatever the columns are. It tells what receives a gradient, and makes the
+    libraries load their kernels, which must not count for any column."""
     step, known = race.step, names_of(race.model, (race.step.args, race.step.kwargs))
     race.say("a first step in eager mode")
     try:
@@ -249,8 +249,8 @@ def _known_leaves(model: Any, inputs: Any, known: Mapping[int, str]) -> dict[str
 
 @contextmanager
 def _own_compilations(columns: int) -> Iterator[None]:
-    """Nothing is compiled before, nor stays so; all columns have room beside each other. Counters
-    count what they did."""
+    """Compile everything anew, drop it afterwards, and leave room for all columns at once. Counters
+    are restored."""
     limits = {
         name: getattr(torch._dynamo.config, name) * columns
         for name in ("recompile_limit", "accumulated_recompile_limit")
@@ -277,7 +277,7 @@ def _progress() -> Callable[[str], None]:
 
 
 def _described(args: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    """Sizes and dtype of each tensor, behind its name if it has one."""
+    """Sizes and dtype of each tensor, after its name if it has one."""
     parts = [("", args), *((f"{name} ", value) for name, value in kwargs.items())]
     return [
         f"{name}{list(tensor.shape)} {str(tensor.dtype)[6:]}"

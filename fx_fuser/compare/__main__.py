@@ -1,4 +1,4 @@
-"""python -m fx_fuser.compare: no command, and says what to call instead."""
+"""python -m fx_fuser.compare: not a command; says what to call instead."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from fx_fuser.compare.kernels import Cliff
 class Column:
     """One way to run the model. None: not measured.
 
-    mode: Inductor's, if it is not the default. failed: why it has no figures, in one line.
+    mode: Inductor's mode, if it is not the default. failed: why it has no figures, in one line.
     out_of_memory: that is the reason. first_s: of the first call, with the compilation. wall: ms of
-    each round, by turns with the other columns. steady_ms: wall time, of steps run back to
-    back. gpu_ms: how long the GPU is busy in a step; kinds: the same by kind of kernel; cliffs: the
+    each round, in turns with the other columns. steady_ms: wall time, of steps run back to back.
+    gpu_ms: how long the GPU is busy in a step; kinds: the same by kind of kernel; cliffs: the
     kernels among them that are known to be slow.
     output_error, grad_error: relative Frobenius errors against float64, of all outputs as one
     vector and of all gradients. faults: values beyond the bound of docs/accuracy.md; None: not
@@ -49,6 +49,6 @@ class Column:
 
     @property
     def error(self) -> float | None:
-        """The larger of the two."""
+        """The larger of the two errors."""
         known = [e for e in (self.output_error, self.grad_error) if e is not None]
         return max(known, default=None)

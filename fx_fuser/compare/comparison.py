@@ -16,7 +16,7 @@ from fx_fuser.compare.text import text_of
 from fx_fuser.errors import OptionError
 from fx_fuser.report.header import Header
 
-SCHEMA = 1  # of the JSON: another number means that a key means something else, or is gone
+SCHEMA = 1  # of the JSON; changes if a key changes its meaning or goes
 
 
 class Comparison(Contents):
@@ -32,7 +32,7 @@ class Comparison(Contents):
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
-        """What `to_json` wrote. Raises OptionError for what it did not, or another schema."""
+        """Read what `to_json` wrote. Raises OptionError for anything else, or another schema."""
         data = json.loads(text)
         schema = data.pop("schema", None) if isinstance(data, dict) else None
         if schema != SCHEMA:

@@ -49,7 +49,7 @@ class Contents:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of kernels that any column has, that which takes most in all of them first."""
+        """The kinds of kernels in any column, by their total time, longest first."""
         total: dict[str, float] = {}
         for column in self.columns.values():
             for kind, ms in column.kinds.items():

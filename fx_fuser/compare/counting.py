@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from fx_fuser.passes import attention_split, contractions, head_loss, padding, products
 from fx_fuser.passes.by_hand import rewrite as by_hand
 
-# Of `Sites`.
+# The keys of `Sites` that count changes.
 CHANGED = ("fused", "masks", "by_hand", "products", "attention", "padded", "contractions", "heads")
-_MOST_OF_WARNING = 400  # letters
+_MOST_OF_WARNING = 400  # characters
 
 
 class Sites(TypedDict, total=False):
@@ -23,10 +23,10 @@ class Sites(TypedDict, total=False):
 
     fused: dict[str, int]
     left: dict[str, int]  # to the inner compiler
-    masks: dict[str, int]  # taken away
-    by_hand: dict[str, int]  # attentions written by hand that are torch's fused one now
+    masks: dict[str, int]  # removed
+    by_hand: dict[str, int]  # hand-written attentions, now torch's fused one
     products: dict[str, int]  # gemms replaced in Inductor's graphs
-    attention: dict[str, int]  # of fp32, replaced there
+    attention: dict[str, int]  # fp32 attentions replaced there
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
     contractions: dict[str, int]  # sums of products that are gemms now
     heads: dict[str, int]  # Linears that are one op with their loss
@@ -35,7 +35,7 @@ class Sites(TypedDict, total=False):
 
 @contextmanager
 def counted(sites: Sites) -> Iterator[None]:
-    """Fills them in with what is counted, and warned of, meanwhile."""
+    """Fills `sites` in with what is counted and warned about meanwhile."""
     names = {
         "fused": "fx_fuser",
         "left": "fx_fuser_left",

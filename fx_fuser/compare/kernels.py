@@ -1,4 +1,4 @@
-"""What a GPU's kernels are for, and which of them are known to be slow: told by their names."""
+"""What a GPU's kernels are for, and which of them are known to be slow, by their names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# The first that is found in a kernel's name; attention comes in cuDNN and CUTLASS, too.
+# The first match counts: attention kernels of cuDNN and CUTLASS match later kinds, too.
 _KINDS = (
     ("Triton", r"^triton_"),
     ("fx_fuser", r"fx_fuser"),
@@ -22,7 +22,7 @@ SHARE = 0.03  # of a step's GPU time; a cliff below it is not worth a line
 
 
 def kind(name: str) -> str:
-    """Of a kernel, a copy or a fill: one of KINDS."""
+    """The kind of a kernel, a copy or a fill: one of KINDS."""
     found = (k for k, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE))
     return next(found, "other")
 
@@ -37,8 +37,8 @@ def by_kind(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Cliff:
-    """Kernels that take far longer than the same work does by other means. kernel: the name of the
-    one that takes most."""
+    """Kernels that take far longer than the same work takes otherwise. kernel: the name of the one
+    that takes longest."""
 
     says: str
     ms: float
@@ -47,7 +47,7 @@ class Cliff:
 
 @dataclass(frozen=True)
 class _Rule:
-    """narrow: a cliff of models that compute in 16 bits alone; fp32 has such kernels anyway."""
+    """narrow: a cliff only in models that compute in 16 bits; fp32 has such kernels anyway."""
 
     pattern: str
     says: str
@@ -57,14 +57,14 @@ class _Rule:
 _RULES = (
     _Rule(
         r"cutlass_75|tensorop\w*align1\b",
-        "16-bit gemms whose sizes are no multiple of 8, which the library computes by unaligned "
+        "16-bit gemms whose sizes are not multiples of 8, which the library computes by unaligned "
         "loads: pad the size (a vocabulary of 50257 to 50304, say)",
         narrow=True,
     ),
     _Rule(
         r"ffma|simt_sgemm|(ampere|volta|maxwell)_sgemm",
-        "fp32 gemms without tensor cores in a model of 16 bits: attention by its formula, most "
-        "often, since its mask or bias suits no fused kernel. explain says what stands in the way",
+        "fp32 gemms without tensor cores in a 16-bit model: most often attention by its formula, "
+        "because no fused kernel takes its mask or bias. explain says why",
         narrow=True,
     ),
     _Rule(
@@ -74,22 +74,22 @@ _RULES = (
     ),
     _Rule(
         r"grouped_direct|depthwise|DepthWise",
-        "grouped or depthwise convolutions by the library, which take far longer than their bytes "
-        "need",
+        "the library's grouped or depthwise convolutions, which take far longer than their memory "
+        "traffic needs",
     ),
     _Rule(
         r"triton_\w*__(safe_)?softmax|softmax_warp|cunn_SoftMax",
-        "a softmax of its own: attention by its formula, most often, and not by a fused kernel",
+        "a separate softmax: most often attention by its formula instead of a fused kernel",
     ),
     _Rule(
         r"^triton_red_\w*batch_norm|batch_norm\w*(collect_statistics|backward_reduce)|bn_fw_tr|bn_bw",
-        "BatchNorm's statistics in training, which are passes of their own over each activation",
+        "BatchNorm's statistics in training: separate passes over each activation",
     ),
 )
 
 
 def cliffs(kernels: Iterable[tuple[str, float]], narrow: bool) -> list[Cliff]:
-    """Those that take SHARE of the time or more, the dearest first. narrow: the model computes in
+    """Those that take SHARE of the time or more, slowest first. narrow: the model computes in
     16 bits, by its dtype or by autocast."""
     kernels = list(kernels)
     whole = sum(ms for _, ms in kernels)

@@ -1,4 +1,4 @@
-"""All columns, compiled and measured by turns. What fails costs its own column alone."""
+"""All columns, compiled and measured in turns. A failure affects only its own column."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ T = TypeVar("T")
 _ROUNDS = (5, 100)  # of wall time, at least and at most
 _PROFILES = 7  # of GPU time
 _STEPS, _STEADY_MS = (3, 100), 300.0  # back to back: at least and at most, for about so long
-_WARM_UP = 2  # steps after the first: a mode that replays CUDA graphs records its own in them
+_WARM_UP = 2  # steps after the first: a mode that replays CUDA graphs records them here
 
 
 def summary(error: BaseException) -> str:
-    """In one line."""
+    """The error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
@@ -45,7 +45,7 @@ def free_memory() -> None:
 
 
 class Race:
-    """model, in its step, on a device. say: told of what is under way. notes: what is found out."""
+    """model, in its step, on a device. say: gets the progress. notes: for the reader."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Race:
         return is_out_of_memory(error, self.device, self.allocations_failed)
 
     def attempt(self, name: str, run: Callable[[], T]) -> T | None:
-        """What it returns; None where it raises, which ends the column."""
+        """What it returns, or None if it raises, which ends the column."""
         self.allocations_failed = allocations_failed(self.device)
         try:
             with self.variants[name].settings():
@@ -95,7 +95,7 @@ class Race:
     # ---- first calls ----------------------------------------------------------------------------
 
     def compile_all(self, cold: bool, caches: ExitStack) -> None:
-        """cold: with empty caches, each. caches: which are in place until it is closed."""
+        """cold: each with empty caches. caches: keeps these in place until it is closed."""
         on_disk = "empty caches on disk" if cold else "the caches on disk as they were"
         self.notes.append(f"First calls include compilation, with {on_disk}.")
         if self.device.type == "cuda":
@@ -114,8 +114,8 @@ class Race:
             self.attempt(name, partial(self._first, name, variant))
 
     def _warm_up(self) -> None:
-        """What only the first compilation of a process takes, and in a checkout the shim, which a
-        wheel brings. What fails here fails in its column again, and says so there."""
+        """Do what takes time only in a process's first compilation, and in a checkout build the
+        shim, which a wheel brings. A failure here recurs in its column, which reports it."""
         with contextlib.suppress(Exception):
             torch.compile(lambda x: x + 1)(torch.ones(8, device=self.device))
             load.load_shim()
@@ -157,7 +157,7 @@ class Race:
             try:
                 self._profile(narrow)
             except Exception as error:  # the profiler's: no column's fault
-                self.notes.append(f"GPU time is not known: {summary(error)}")
+                self.notes.append(f"GPU time is unknown: {summary(error)}")
 
     def _time_rounds(self, seconds: float) -> None:
         timers = {name: partial(self._wall_ms, name) for name in self.calls}
@@ -202,7 +202,7 @@ class Race:
             middle = profiles[totals.index(sorted(totals)[len(totals) // 2])]
             column = self.columns[name]
             if not middle:
-                self.notes.append("GPU time is not known: the profiler saw no kernel.")
+                self.notes.append("GPU time is unknown: the profiler saw no kernel.")
                 return
             column.gpu_ms = round(median(totals), 5)
             column.kinds = {kind: round(ms, 5) for kind, ms in by_kind(middle).items()}

@@ -77,7 +77,7 @@ class Step:
     cotangents: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, call: Callable[..., Any]) -> dict[str, Tensor]:
-        """What is timed. The outputs, by name."""
+        """The part that is timed. Returns the outputs by name."""
         torch.compiler.cudagraph_mark_step_begin()
         with torch.set_grad_enabled(self.grad):
             result = call(*self.args, **self.kwargs)
@@ -87,7 +87,7 @@ class Step:
         return {name: output.detach() for name, output in outputs.items()}
 
     def fresh(self, call: Callable[..., Any]) -> None:
-        """A step that adds to no earlier one's gradients."""
+        """A step that does not add to earlier gradients."""
         self.drop_grads()
         self.run(call)
 
@@ -96,8 +96,8 @@ class Step:
             leaf.grad = None
 
     def first(self, call: Callable[..., Any], names: Mapping[int, str], held: Kept) -> None:
-        """The first step of the uncompiled model. It tells which tensors receive a gradient,
-        whoever holds them: their gradients are kept. names: of known ones, by id.
+        """The first step of the uncompiled model. It finds the tensors that receive a gradient,
+        whoever holds them, and takes their gradients into `held`. names: of known ones, by id.
         """
         self.backward, wanted = False, self.backward
         with torch.set_grad_enabled(self.grad):
@@ -158,7 +158,7 @@ class Step:
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in which backward from these leaves gradients."""
+    """The tensors that receive gradients in a backward from these outputs."""
     found: dict[int, Tensor] = {}
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
     found |= {id(o): o for o in outputs if o.requires_grad and o.is_leaf}

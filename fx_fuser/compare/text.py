@@ -52,8 +52,8 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def figure_rows(found: Contents) -> list[list[str]]:
-    """A row a column of the comparison, the names of the figures first; those that nothing has are
-    left out."""
+    """The names of the figures, then a row for each column of the comparison. Figures that no
+    column has are left out."""
     lines = [
         [
             column.title,
@@ -71,7 +71,7 @@ def figure_rows(found: Contents) -> list[list[str]]:
 
 
 def kind_rows(found: Contents) -> list[list[str]]:
-    """Milliseconds of GPU time by kind of kernel, the names first."""
+    """Milliseconds of GPU time by kind of kernel, after a row of names."""
     head = [
         "GPU time, ms",
         *(kind if kind != "Triton" else "pointwise (Triton)" for kind in found.kinds),

@@ -1,4 +1,4 @@
-"""Steps measured by turns in one process: wall time, the GPU's kernels, peak memory."""
+"""Steps measured in turns in one process: wall time, the GPU's kernels, peak memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OF_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 def interleaved_rounds(timers: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each timer says in each round, all in an order drawn anew, none twice running.
+    """What each timer says in each round. Each round has a new order, and none runs twice running.
 
-    How warm the one before leaves the GPU is worth a tenth of the time where its power is capped
-    (kernels_cu/linear/NOTES.md, Power): none may always be behind the same one.
+    Where the GPU's power is capped, how warm the step before leaves the GPU is worth a tenth of the
+    time (kernels_cu/linear/NOTES.md, Power): none may always follow the same one.
     """
     draw = random.Random(0)
     samples: dict[str, list[T]] = {name: [] for name in timers}
@@ -36,7 +36,7 @@ def interleaved_rounds(timers: Mapping[str, Callable[[], T]], rounds: int) -> di
 
 
 def wall_ms(step: Callable[[], object], device: torch.device) -> float:
-    """One step on the host's clock, from an idle GPU with a cleared L2 cache until it is idle."""
+    """Wall time of one step, from an idle GPU with a cleared L2 cache until it is idle again."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         size = torch.cuda.get_device_properties(device).L2_cache_size
@@ -50,7 +50,7 @@ def wall_ms(step: Callable[[], object], device: torch.device) -> float:
 
 
 def steady_ms(step: Callable[[], object], device: torch.device, steps: int) -> float:
-    """Milliseconds a step on the host's clock, of so many steps run back to back.
+    """Wall time of a step in milliseconds, from so many steps run back to back.
 
     The host can run ahead of a busy GPU here; `wall_ms` waits for the GPU after each step.
     """
@@ -74,8 +74,8 @@ def peak_mib(step: Callable[[], object], device: torch.device) -> float:
 def kernels_of(step: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
     """Name and milliseconds of each kernel, copy and fill of a step, by torch's profiler.
 
-    Measure wall times before: once the profiler has run, launches of the process take longer. After
-    it a step of ResNet-18 took the host 1.92 ms, before it 1.09 (H100, torch 2.11, 2026-11-27).
+    Measure wall times first: once the profiler has run, the process's launches take longer. A step
+    of ResNet-18 took 1.92 ms of host time after it, 1.09 before (H100, torch 2.11, 2026-11-27).
     """
     torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -90,8 +90,8 @@ def kernels_of(step: Callable[[], object], device: torch.device) -> list[tuple[s
 def busy(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
     """Name and milliseconds of a trace's kernels, copies and fills.
 
-    A kernel that was launched ahead of the end of the one before (programmatic dependent launch)
-    waits for it while it counts as running: what several share is the first one's.
+    A kernel that was launched before its predecessor's end (programmatic dependent launch) waits
+    for it and already counts as running: time that several share belongs to the first one.
     """
     ended = float("-inf")
     of_the_gpu = [event for event in events if event.get("cat") in _OF_THE_GPU]

@@ -22,7 +22,7 @@ _CACHE_FOLDER = "FX_FUSER_CACHE_DIR"
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """The module itself; of a function those that it is bound to, or names."""
+    """The module itself; for a function, the modules that it is bound to or names."""
     if isinstance(model, nn.Module):
         return [model]
     if isinstance(model, functools.partial):
@@ -72,13 +72,13 @@ def _items(value: Any) -> list[Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):  # an item of a dict, made anew
+    if isinstance(one, tuple) and isinstance(other, tuple):  # an item of a dict, a new tuple
         return len(one) == len(other) and all(a is b for a, b in zip(one, other))
     return one is other
 
 
 class _Value:
-    """A tensor, and what it held, in the host's memory."""
+    """A tensor, and a copy of its values in host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, _version_of(tensor)
@@ -97,16 +97,16 @@ class _Value:
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """Counts writes; None of a tensor that was made in inference mode."""
+    """Counts writes; None for a tensor that was made in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 
 class Kept:
     """Modules' attributes, flags, gradients and the values of their parameters and buffers.
 
-    Gradients are taken away until `close`. Values are kept in the host's memory, so that the GPU's
-    is the model's alone, and written back only where they differ: a write would spoil a graph of
-    the user's that still waits for its backward.
+    Gradients are taken away until `close`. Values are kept in host memory, so that all of the GPU's
+    is the model's, and written back only where they differ: a write would spoil a graph of the
+    user's that still waits for its backward.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -127,7 +127,7 @@ class Kept:
                 self.override(module, "_compiled_call_impl", None)
 
     def take_grad(self, leaf: Tensor) -> None:
-        """From now on it has none."""
+        """Takes its gradient away, until `close`."""
         if id(leaf) not in self._grads:
             self._grads[id(leaf)] = leaf, leaf.grad
             leaf.grad = None
@@ -138,13 +138,13 @@ class Kept:
         self._attributes[id(module)] = _Attributes(module)
 
     def set_mode(self, root: nn.Module, train: bool) -> None:
-        """Until `close`; a module may do more there than to set the flag."""
+        """Sets the mode, until `close`; a module may do more there than set the flag."""
         set_mode(root, train)
         self._attributes = {id(m): _Attributes(m) for m in self.modules}
 
     def rewind(self) -> None:
-        """Values and attributes are as they were, but for what is overridden. Of parameters, which
-        are large, only those whose version tells of a write are looked at.
+        """Restores values and attributes, except what is overridden. Parameters are large, so only
+        those whose version shows a write are looked at.
         """
         for attributes in self._attributes.values():
             attributes.put_back()
@@ -155,7 +155,7 @@ class Kept:
             buffer.put_back()
 
     def close(self) -> None:
-        """All is as it was."""
+        """Restores everything."""
         for attributes in self._original:
             attributes.put_back()
         for value in (*self._parameters, *self._buffers):
@@ -181,7 +181,7 @@ def kept(modules: Sequence[nn.Module]) -> Iterator[Kept]:
 
 
 def random_state() -> list[Tensor]:
-    """Of the CPU and of each GPU; another one afterwards means that numbers were drawn."""
+    """The CPU's and each GPU's; if it differs afterwards, numbers were drawn."""
     state = [torch.get_rng_state()]
     return state + (torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])
 
@@ -191,8 +191,8 @@ def tf32_allowed() -> Iterator[None]:
     """TF32 in gemms and convolutions.
 
     Set through the older switches: after a write through `fp32_precision`, torch's own reads of
-    the older ones raise. Where the user has made that write, by the newer: there is no older
-    setting to restore.
+    the older ones raise. If the user has made that write, set through the newer one: there is no
+    older setting to restore.
     """
     cudnn: Any = torch.backends.cudnn
     parts: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
@@ -217,13 +217,13 @@ def tf32_allowed() -> Iterator[None]:
 def _older_settings() -> tuple[str, bool] | None:
     try:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # torch's word for a mix of both
+    except RuntimeError:  # raised for a mix of both
         return None
 
 
 @contextmanager
 def cold_caches() -> Iterator[None]:
-    """Empty ones of Inductor and fx_fuser, but for what this process has loaded."""
+    """Empty caches for Inductor and fx_fuser, except what this process has loaded."""
     before = os.environ.get(_CACHE_FOLDER)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, fresh_cache():
         os.environ[_CACHE_FOLDER] = folder

@@ -37,12 +37,12 @@ def names_of(model: Any, inputs: Any) -> dict[int, str]:
 
 
 def judge_values(race: Race) -> None:
-    """Fills in the errors and faults. What prevents it becomes a note."""
+    """Fills in the errors and faults. If something prevents that, a note says so."""
     try:
         _judge(race)
     except Exception as error:
         if race.ran_out(error):
-            race.notes.append("Values were not compared with float64: memory is short.")
+            race.notes.append("Values were not compared with float64: not enough memory.")
         else:
             race.notes.append(f"Values were not compared with float64: {summary(error)}")
     finally:
@@ -64,7 +64,7 @@ def _judge(race: Race) -> None:
             )
             return
         race.notes.append("Values were compared without dropout.")
-        race.say("values: compiled anew without dropout")
+        race.say("values: compiling again without dropout")
         torch._dynamo.reset()  # what is compiled drops
         calls = {name: race.variants[name].compile(race.model) for name in race.calls}
     exact = exact_of(race.model, race.step, race.held)
@@ -84,7 +84,7 @@ def _judge(race: Race) -> None:
 
 
 def _seen(race: Race, call: Callable[..., Any], exact: Observed) -> Observed:
-    """Those of its values that the float64 run has, from the model as it was."""
+    """Those of its values that the float64 run has; the model is restored before and after."""
     race.held.rewind()
     seen = race.step.observe(call, race.model)
     race.held.rewind()
@@ -144,8 +144,8 @@ def _tensors(model: Any, inputs: Any) -> Iterator[tuple[Tensor, str]]:
 
 
 def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:
-    """The relative Frobenius error of all floating-point tensors as one vector, but for elements of
-    which the exact value is not finite (a mask's); None of none."""
+    """The relative Frobenius error of all floating-point tensors as one vector, without elements
+    whose exact value is not finite (a mask's); None if there are no elements."""
     names = [name for name, tensor in exact.items() if has_roundings(tensor) and name in found]
     if not names:
         return None
@@ -162,9 +162,9 @@ def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> 
 
 
 def _faults(race: Race, calls: Mapping[str, Callable[..., Any]], exact: Observed) -> list[str]:
-    """What is further from float64 than the contract allows: by eager's error, by Inductor's, whose
-    operations all but the fused ones are, and by that of eager runs on numbers that differ by a
-    rounding."""
+    """What is further from float64 than the contract allows. The bound is by eager's error, by
+    Inductor's, which runs all operations but the fused ones, and by that of eager runs on numbers
+    that differ by a rounding."""
     found, eager = (_seen(race, calls[name], exact) for name in ("fx_fuser", "eager"))
 
     def peers() -> Iterator[Observed]:
@@ -182,12 +182,12 @@ def _faults(race: Race, calls: Mapping[str, Callable[..., Any]], exact: Observed
 
 
 def _possible(race: Race, runs: Iterable[Callable[[], Observed]]) -> Iterator[Observed]:
-    """As many as can be made: what is known without the others stands."""
+    """As many as can be made. If one fails, the others still count."""
     for run in runs:
         try:
             made = run()
         except Exception as error:
-            race.notes.append(f"The bound on errors is of fewer runs: {summary(error)}")
+            race.notes.append(f"The bound on errors uses fewer runs: {summary(error)}")
             free_memory()
             return
         yield made
@@ -199,8 +199,8 @@ def _wrong_integers(
     exact: Observed,
     others: tuple[Callable[[], Iterator[Observed]], ...],
 ) -> Iterator[str]:
-    """Integers, of an argmax say, that no run has: where two values are equal but for a rounding,
-    either is right."""
+    """Integers, of an argmax say, that no run has: if two values differ only by a rounding, either
+    is right."""
     names = [name for name, tensor in eager.outputs.items() if not has_roundings(tensor)]
     wrong = {
         name: (found.outputs[name] != eager.outputs[name])
@@ -224,7 +224,7 @@ def _wrong_integers(
 def _neighbours(race: Race, eager: Observed, exact: Observed) -> Iterator[Callable[[], Observed]]:
     """Eager runs on inputs, and parameters of a module, that differ by a rounding."""
     seen = filter(has_roundings, eager.everything().values())
-    eps = max((torch.finfo(t.dtype).eps for t in seen), default=0.0)  # of autocast's, maybe
+    eps = max((torch.finfo(t.dtype).eps for t in seen), default=0.0)  # perhaps autocast's
     generator = torch.Generator().manual_seed(0)
     for _ in range(NEIGHBOURS):
         yield partial(_neighbour, race, exact, generator, eps)

@@ -28,7 +28,7 @@ _GRAPHS = "reduce-overhead"
 
 @dataclass(frozen=True)
 class Variant:
-    """settings: torch's, while it is compiled and while it runs. mode: as of `Column`."""
+    """settings: torch's, while it is compiled and while it runs. mode: as in `Column`."""
 
     title: str
     compile: Callable[[Any], Call]
@@ -63,7 +63,7 @@ def variants_of(
 
 
 def _compile_inner(options: Options, model: Any) -> Call:
-    """As fx_fuser's column is, but for what fx_fuser does."""
+    """Compiles as fx_fuser's column does, without fx_fuser."""
     if options.inner != "inductor":
         made: Call = torch.compile(model, backend=options.inner)
         return made

@@ -10,9 +10,9 @@ from fx_fuser.compare.column import Column
 from fx_fuser.compare.counting import CHANGED
 
 GAIN = 1.05  # times as fast in wall time: below it nothing is gained that a user would notice
-BUSY = 0.8  # of a step, run back to back: a GPU that works less than that waits for the host
+BUSY = 0.8  # of a step, run back to back: a GPU that is busy for less waits for the host
 
-GRAPHS = "reduce_overhead"  # what follows a column's name if it replays CUDA graphs
+GRAPHS = "reduce_overhead"  # the end of a column's name if it replays CUDA graphs
 _USE = 'Use torch.compile(model, backend="fx_fuser").'
 _OPTION = "torch.compile(model, backend=\"fx_fuser\", options={'mode': 'reduce-overhead'})"
 _CALLED = {
@@ -70,7 +70,7 @@ def judge(columns: Mapping[str, Column], device: str) -> Verdict:
 
 
 def _rival(columns: Mapping[str, Column]) -> Column | None:
-    """What fx_fuser has to beat: Inductor, or eager mode where that is faster or alone runs."""
+    """What fx_fuser has to beat: Inductor, or eager mode if that is faster or nothing else runs."""
     inductor, eager = (columns.get(name) for name in ("inductor", "eager"))
     if inductor is None or not inductor.ran:
         return eager if eager is not None and eager.ran else None
@@ -120,15 +120,15 @@ def _of_times(mine: Column, rival: Column, columns: Mapping[str, Column]) -> Ver
 
 
 def speed_up(rival: Column, mine: Column) -> tuple[float, bool]:
-    """How many times as fast in wall time, and whether the rounds agree that it is no less than
-    once: three quarters of them, taken in pairs."""
+    """How many times as fast in wall time, and whether the rounds agree that it is faster: three
+    quarters of them, taken in pairs."""
     ratios = [theirs / own for theirs, own in zip(rival.wall, mine.wall)]
     lower = quantiles(ratios, n=4)[0] if len(ratios) > 1 else ratios[0]
     return median(rival.wall) / median(mine.wall), lower > 1
 
 
 def spread(rival: Column, mine: Column) -> float:
-    """Half the range between the quartiles of the rounds' ratios, by their median."""
+    """Half the distance between the quartiles of the rounds' ratios, over their median."""
     ratios = [theirs / own for theirs, own in zip(rival.wall, mine.wall)]
     if len(ratios) < 2:
         return 0.0
@@ -137,21 +137,21 @@ def spread(rival: Column, mine: Column) -> float:
 
 
 def is_launch_bound(column: Column) -> bool:
-    """Does the GPU wait for the host?  False where its time is not known."""
+    """Does the GPU wait for the host?  False if its time is unknown."""
     steady = column.steady_ms
     return steady is not None and column.gpu_ms is not None and column.gpu_ms < BUSY * steady
 
 
 def _in_graphs(mine: Column, rival: Column, columns: Mapping[str, Column]) -> tuple[bool, str]:
-    """Does fx_fuser gain if CUDA graphs are replayed?  And what is said of a host too slow."""
-    took = f"back to back, a step takes {_ms(mine.steady_ms)}"
-    waits = f"{took}, and the GPU works {_ms(mine.gpu_ms)} of it"
+    """Does fx_fuser gain if CUDA graphs are replayed?  And what to say about the slow host."""
+    took = f"steps run back to back take {_ms(mine.steady_ms)} each"
+    waits = f"{took}, of which the GPU is busy for {_ms(mine.gpu_ms)}"
     own = columns.get(f"fx_fuser_{GRAPHS}")
     if own is None and mine.mode:
-        return False, f"{waits}, with mode={mine.mode!r}: the host is too slow for it."
+        return False, f"{waits}, with mode={mine.mode!r}: the host cannot keep up."
     if own is None:
         try_it = "Try mode='reduce-overhead': compare(…, reduce_overhead=True) measures it."
-        return False, f"{waits}: the host is too slow for it. {try_it}"
+        return False, f"{waits}: the host cannot keep up. {try_it}"
     if not own.ran:
         return False, f"{waits}, and mode='reduce-overhead' fails: {own.failed}."
     theirs = columns.get(f"inductor_{GRAPHS}")
@@ -182,7 +182,7 @@ def _no_gain(mine: Column, rival: Column, speed: float, sure: bool) -> str:
 
 
 def _beside(mine: Column, rival: Column) -> str:
-    """Memory and error, beside the speed."""
+    """Memory and error, next to the speed."""
     parts = []
     if mine.peak_mib and rival.peak_mib:
         more = mine.peak_mib / rival.peak_mib - 1
@@ -204,7 +204,10 @@ def _remarks(
         more = mine.first_s - rival.first_s
         if more > 0 and own < theirs:
             steps, saved = 1e3 * more / (theirs - own), _ms(theirs - own)
-            yield f"Pays after {steps:.0f} steps: {more:.1f} s more to compile, {saved} saved each."
+            yield (
+                f"Pays off after {steps:.0f} steps: {more:.1f} s more to compile, "
+                f"{saved} saved each."
+            )
     if mine.gpu_ms is not None and mine.steady_ms is not None and not is_launch_bound(mine):
         busy = f"The GPU is busy {min(1.0, mine.gpu_ms / mine.steady_ms):.0%} of the time"
         yield f"{busy}." if mine.mode else f"{busy}: mode='reduce-overhead' would not help."

@@ -1,4 +1,4 @@
-"""Small models that reach one main loop each: for the self-test, and larger for its times."""
+"""Small models that reach one main loop each: for the self-test, and larger ones for its times."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class Convolution(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """loop: the main loop that is to run, by its name in `loops`. make: of a size, 1 for the test.
-    train: forward and backward. is_chosen: whether it is taken is measured, since no option forces
-    it. options: of the backend."""
+    """loop: the name in `loops` of the main loop that is to run. make: of a size, 1 for the test.
+    train: forward and backward. is_chosen: whether the loop runs depends on a measurement, since no
+    option forces it. options: of the backend."""
 
     title: str
     loop: str

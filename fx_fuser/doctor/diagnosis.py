@@ -1,4 +1,4 @@
-"""All of it, in order: said while it is found, and kept for a file."""
+"""The whole diagnosis, in order: printed as it is found, and kept for a file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fx_fuser.doctor.loops import Access
 from fx_fuser.doctor.selftest import Result, Times
 from fx_fuser.installation import uninstall
 
-SCHEMA = 1  # of the JSON; another number where a field comes to mean something else
+SCHEMA = 1  # of the JSON; changes if a field changes its meaning
 Say = Callable[[str], None]
 
 
 @dataclass
 class Diagnosis:
-    """gets: by architecture, which main loops. tests, times: None where they were not asked for."""
+    """gets: by architecture, which main loops. tests, times: None if not requested."""
 
     facts: Facts
     found: list[Finding]
@@ -39,7 +39,7 @@ class Diagnosis:
 
     @property
     def status(self) -> int:
-        """Of the process."""
+        """The process's exit status."""
         return int(FAIL in self.levels)
 
     @property
@@ -47,7 +47,7 @@ class Diagnosis:
         failed, warned = self.levels.count(FAIL), self.levels.count(WARN)
         if failed:
             return f"FAIL: {failed} of the lines above; each names what to do or to report."
-        works = "The backend works" if self.tests else "No fault is seen (nothing was run)"
+        works = "The backend works" if self.tests else "No fault was found (nothing was run)"
         warnings = f", with {warned} warning{'s' * (warned != 1)}" if warned else ""
         if not usable(self.facts):
             where = "this is a CPU" if not self.facts.gpus else "no GPU here has any"
@@ -57,7 +57,7 @@ class Diagnosis:
         return f"Everything works{warnings}. Next: print(fx_fuser.compare(model, *inputs))"
 
     def to_json(self) -> str:
-        """Without the user's name, as far as it is that of his home."""
+        """With the user's home shortened to ~, which may name them."""
         data: dict[str, Any] = {
             "schema": SCHEMA,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -83,7 +83,7 @@ def _shortened(value: Any) -> Any:
 
 
 def usable(facts: Facts) -> list[Gpu]:
-    """The GPUs that kernels can be made for, of each name the first."""
+    """The GPUs that kernels can be made for, the first of each name."""
     return list({gpu.name: gpu for gpu in reversed(facts.gpus) if not gpu.unfit}.values())[::-1]
 
 
@@ -94,7 +94,7 @@ def diagnose(tests: bool, timed: bool, say: Say) -> Diagnosis:
         say(without_home(str(line)))
 
     facts = doctors_facts.gather()
-    uninstall()  # what FX_FUSER=install began: Inductor is to be timed by itself
+    uninstall()  # undo FX_FUSER=install: Inductor is to be timed by itself
     made = Diagnosis(facts, findings.judged(facts))
     for finding in made.found:
         told(finding)
@@ -109,7 +109,7 @@ def diagnose(tests: bool, timed: bool, say: Say) -> Diagnosis:
         made.tests = []
         told("\nSelf-test: errors against float64, and eager's in brackets")
         if gpus:
-            told("The first time, a line waits until its kernels are compiled")
+            told("The first time, each line waits until its kernels are compiled")
         else:
             told("On a CPU none of fx_fuser's kernels run: its ops are plain torch operations here")
         for case, device in cases_of(gpus, made.gets):
@@ -118,7 +118,7 @@ def diagnose(tests: bool, timed: bool, say: Say) -> Diagnosis:
     if timed:
         made.times = []
         todo = [one for one in cases_of(gpus, made.gets) if one[1].type == "cuda"]
-        told("\nTimes, in ms of the GPU" if todo else "\nNo GPU to time on")
+        told("\nGPU times in ms" if todo else "\nNo GPU to time on")
         for case, device in todo:
             made.times.append(selftest.timed(case, device))
             told(made.times[-1])
@@ -127,7 +127,7 @@ def diagnose(tests: bool, timed: bool, say: Say) -> Diagnosis:
 
 
 def cases_of(gpus: list[Gpu], gets: dict[str, list[Access]]) -> list[tuple[Case, torch.device]]:
-    """On each GPU those whose loop it gets; without a GPU those that an option can force."""
+    """The cases whose loop each GPU gets; without a GPU, those that an option can force."""
     if not gpus:
         return [(case, torch.device("cpu")) for case in CASES if not case.is_chosen]
     return [

@@ -58,10 +58,11 @@ class Cache:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a fault names is a text, empty where there is none. is_checkout: no wheel. hip: of a
-    torch for ROCm. driver: NVIDIA's, as far as the system says; cuda_of_driver: what it is for.
-    compiler: of the kernels. brought: how many kernels of the wheel are used, by architecture.
-    launcher: the library that launches kernels. switch, split_loop: what these variables hold."""
+    """Faults are texts, empty if there is none. is_checkout: not a wheel. hip: the version, if
+    torch is for ROCm. driver: NVIDIA's, as far as the system says; cuda_of_driver: the CUDA that it
+    is for. compiler: of the kernels. brought: how many kernels of the wheel are used, by
+    architecture. launcher: the library that launches kernels. switch, split_loop: what these
+    variables hold."""
 
     fx_fuser: str
     folder: str
@@ -104,7 +105,7 @@ def gather() -> Facts:
         is_registered="fx_fuser" in torch._dynamo.list_backends(exclude_tags=()),
         is_installed=getattr(compile_fx.compile_fx, "is_fx_fusers", False),
         switch=os.environ.get(SWITCH, ""),
-        switch_fault=_or_fault(lambda: is_off("the doctor runs all the same"))[1],
+        switch_fault=_or_fault(lambda: is_off("the doctor runs anyway"))[1],
         driver=_driver(),
         cuda_of_driver=_cuda_of_driver(),
         gpus=tuple(_gpus()),
@@ -121,7 +122,7 @@ def gather() -> Facts:
 
 
 def _or_fault(find: Callable[[], object]) -> tuple[str, str]:
-    """What is found, as text, and what is said where it is not."""
+    """What is found, as text, and the error if it fails."""
     try:
         return str(find()), ""
     except (BuildError, OptionError) as error:
@@ -187,7 +188,7 @@ def _brought() -> dict[str, int]:
 
 def _launcher() -> str:
     if binaries.prebuilt_shim() is not None:
-        return "prebuilt, of the wheel"
+        return "prebuilt, from the wheel"
     return f"compiled by {compilers.of_shim().cxx} at first use"
 
 
@@ -217,15 +218,15 @@ def _unwritable(folder: Path) -> str:
         return str(error)
     at = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if not at.is_dir():
-        return f"{at} is no folder"
-    return "" if os.access(at, os.W_OK | os.X_OK) else f"{at} cannot be written to"
+        return f"{at} is not a folder"
+    return "" if os.access(at, os.W_OK | os.X_OK) else f"{at} is not writable"
 
 
 # ---- what a report may say -----------------------------------------------------------------------
 
 
 def without_home(text: str) -> str:
-    """A user's home is ~: what is pasted into an issue need not name him."""
+    """Writes ~ for the user's home: what is pasted into an issue need not name them."""
     home = os.path.expanduser("~")
     if home in ("", "/", "~"):
         return text

@@ -31,7 +31,7 @@ def judged(facts: Facts) -> list[Finding]:
 
 
 def _needed(facts: Facts) -> str:
-    """The level of what kernels need: without a GPU nobody misses it."""
+    """The level if something that kernels need is missing: without a GPU it does not matter."""
     return FAIL if facts.gpus else NOTE
 
 
@@ -89,16 +89,16 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             text = f"torch {facts.torch} has no CUDA, though there is an {driver}"
             yield Finding(FAIL, f"{text}: install a torch for CUDA (https://pytorch.org)")
         else:
-            text = f"torch {facts.torch} has no CUDA, and no NVIDIA driver is here"
+            text = f"torch {facts.torch} has no CUDA, and there is no NVIDIA driver"
             yield Finding(NOTE, f"{text}: none of fx_fuser's kernels run")
         return
     if not facts.gpus:
         if facts.driver:
             text = f"torch for CUDA {facts.cuda} sees no GPU, though there is an {driver}"
-            remedy = "see CUDA_VISIBLE_DEVICES, and whether the driver is new enough for that CUDA"
+            remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for that CUDA"
             yield Finding(FAIL, f"{text}: {remedy}")
         else:
-            text = f"torch for CUDA {facts.cuda} sees no GPU, and no NVIDIA driver is here"
+            text = f"torch for CUDA {facts.cuda} sees no GPU, and there is no NVIDIA driver"
             yield Finding(NOTE, f"{text}: none of fx_fuser's kernels run")
         return
     yield Finding(OK, f"CUDA of torch {facts.cuda}; {driver if facts.driver else 'driver unknown'}")
@@ -107,15 +107,15 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     for gpu in facts.gpus:
         yield _gpu(gpu, WARN if fits else FAIL)
         if gpu.capability >= binaries.LOWEST_CAPABILITY and gpu.unfit not in told:
-            yield Finding(FAIL, f"GPU {gpu.index}: no kernel can be made: {gpu.unfit}")
+            yield Finding(FAIL, f"GPU {gpu.index}: no kernel can be built: {gpu.unfit}")
 
 
 def _gpu(gpu: Gpu, level: str) -> Finding:
-    """level: where it has no kernels."""
+    """level: of a GPU that has no kernels."""
     has, needed = (".".join(map(str, c)) for c in (gpu.capability, binaries.LOWEST_CAPABILITY))
     text = f"GPU {gpu.index}: {gpu.name}, capability {has}"
     if gpu.capability < binaries.LOWEST_CAPABILITY:
-        return Finding(level, f"{text}, kernels need {needed}: all of it is left to Inductor")
+        return Finding(level, f"{text}; kernels need {needed}: everything is left to Inductor")
     size = f"{gpu.multiprocessors} multiprocessors, {gpu.memory_gib:g} GiB"
     return Finding(OK, f"{text} ({gpu.arch}), {size}")
 
@@ -125,19 +125,19 @@ def _gpu(gpu: Gpu, level: str) -> Finding:
 
 def _compilers(facts: Facts) -> Iterator[Finding]:
     if facts.compiler_fault:
-        yield Finding(_needed(facts), f"no compiler of kernels: {facts.compiler_fault}")
+        yield Finding(_needed(facts), f"no kernel compiler: {facts.compiler_fault}")
     else:
-        yield Finding(OK, f"compiler of kernels: {facts.compiler}")
+        yield Finding(OK, f"kernel compiler: {facts.compiler}")
     if facts.brought:
         counts = ", ".join(f"{count} for {arch}" for arch, count in facts.brought.items())
         yield Finding(OK, f"kernels that came with the package: {counts}")
     elif not facts.is_checkout:
-        yield Finding(NOTE, "no kernel of the package's is used: a model's first call compiles all")
+        yield Finding(NOTE, "no kernel of the package is used: a model's first call compiles all")
     if facts.launcher_fault:
-        text = f"the launcher of kernels cannot be built: {facts.launcher_fault}"
+        text = f"the kernel launcher cannot be built: {facts.launcher_fault}"
         yield Finding(_needed(facts), f"{text}; or install the wheel, which has it")
     else:
-        yield Finding(OK, f"launcher of kernels: {facts.launcher}")
+        yield Finding(OK, f"kernel launcher: {facts.launcher}")
 
 
 def _split_loop(facts: Facts) -> Iterator[Finding]:
@@ -151,13 +151,13 @@ def _split_loop(facts: Facts) -> Iterator[Finding]:
 def _cache(facts: Facts) -> Iterator[Finding]:
     cache = facts.cache
     if cache.untrusted:
-        remedy = "see that it is yours and chmod go-w it, or set FX_FUSER_CACHE_DIR"
+        remedy = "make sure that you own it and run chmod go-w on it, or set FX_FUSER_CACHE_DIR"
         text = f"cache {cache.folder} is not used, {cache.untrusted}"
-        yield Finding(WARN, f"{text}: kernels are compiled anew in each process; {remedy}")
+        yield Finding(WARN, f"{text}: kernels are compiled again in each process; {remedy}")
     elif cache.unwritable:
-        remedy = "set FX_FUSER_CACHE_DIR to a folder that can be written to"
+        remedy = "set FX_FUSER_CACHE_DIR to a writable folder"
         text = f"cache {cache.folder} keeps nothing, {cache.unwritable}"
-        yield Finding(WARN, f"{text}: kernels are compiled anew in each process; {remedy}")
+        yield Finding(WARN, f"{text}: kernels are compiled again in each process; {remedy}")
     else:
         held = f"{cache.kernels} kernels, {cache.launchers} launchers, {cache.timings} timings"
         text = f"cache {cache.folder}: {held}, {cache.megabytes:g} of {cache.limit} MB"

@@ -8,13 +8,13 @@ from fx_fuser.doctor.facts import Gpu
 from fx_fuser.kernels import KERNELS, Kernel
 from fx_fuser.kernels.precision import SPLIT
 
-# Architecture → the GPUs on one or both of which each loop was timed (docs/results.md).
+# Architecture → the GPUs; each loop was timed on one or both (docs/results.md).
 TIMED_ON = {"sm_90a": "H200 or H100"}
 
 
 @dataclass(frozen=True)
 class Access:
-    """Does a GPU get this loop?  note: by which form, or why not, and on what it was timed."""
+    """Does a GPU get this loop?  note: in which form, or why not, and which GPU it was timed on."""
 
     loop: str
     what: str

@@ -1,4 +1,4 @@
-"""Each main loop against float64, in seconds; and on a GPU, if asked, beside the library's time."""
+"""Each main loop against float64, in seconds; and on a GPU, if asked, timed against the library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fx_fuser.testing import assert_equivalent, observe
 from fx_fuser.verify.accuracy import Observed, compare, errors_of
 
 FORCED: Mapping[str, Any] = {"plan": "always", "strict": True}
-# Without a GPU the ops are plain torch, and no compiler of C++ is needed.
+# Without a GPU the ops are plain torch, and need no C++ compiler.
 ON_CPU: Mapping[str, Any] = {"cpu_ops": True, "inner": "aot_eager"}
 _LARGE = 8  # scale of the models that are timed
 _PARTS = {"output": "", "gradient": "backward "}
@@ -35,8 +35,8 @@ _PARTS = {"output": "", "gradient": "backward "}
 
 @dataclass(frozen=True)
 class Result:
-    """A case on a device. ran: what `explain` calls the kernel. errors: of outputs and
-    of gradients the largest, relative to float64's norm, and eager's of the same tensor."""
+    """A case on a device. ran: what `explain` calls the kernel. errors: the largest of outputs and
+    of gradients, relative to float64's norm, and eager's of the same tensor."""
 
     title: str
     loop: str
@@ -58,8 +58,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Times:
-    """Medians of the GPU's time by turns, in ms, of the case at a larger size. left: why there are
-    none."""
+    """Medians of GPU time in ms, measured in turns, of the case at a larger size. left: why there
+    are none."""
 
     title: str
     loop: str
@@ -81,8 +81,8 @@ class Times:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """As if fx_fuser were neither off nor installed, without Inductor's caches, whose graphs no
-    pass sees again, and with the random state put back."""
+    """Run as if fx_fuser were neither off nor installed, and without Inductor's caches, whose
+    graphs no pass sees again. Restores the random state."""
     with (
         warnings.catch_warnings(),
         mock.patch.dict(os.environ),
@@ -101,7 +101,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def run(case: Case, device: torch.device) -> Result:
-    """Raises nothing: what fails is the result."""
+    """Raises nothing: a failure is the result."""
     started = time.perf_counter()
     made = functools.partial(Result, case.title, case.loop, str(device))
     try:
@@ -122,7 +122,7 @@ def _run(case: Case, device: torch.device) -> tuple[str, dict[str, Any]]:
     found = observe(model, (x,), case.train, _compiler_with(options), like=eager)
     said: dict[str, Any] = {"errors": errors_by_part(found, eager, exact)}
     if compare(found, eager, exact):
-        try:  # whose neighbours say whether eager's error is small by luck
+        try:  # its neighbours show if eager's error is small by luck
             assert_equivalent(model, (x,), case.train, options)
         except AssertionError as error:
             return FAIL, {**said, "detail": f"beyond the bound: {_first_line(error)}"}
@@ -196,7 +196,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def timed(case: Case, device: torch.device) -> Times:
-    """On a CUDA device. Raises nothing: what fails is why nothing was timed."""
+    """On a CUDA device. Raises nothing: a failure is why nothing was timed."""
     made = functools.partial(Times, case.title, case.loop, str(device))
     shown = ""
     try:

@@ -30,7 +30,7 @@ from fx_fuser.report.header import header_of, mode_of
 from fx_fuser.report.report import Report
 
 _USAGE = "explain(model, *inputs)"
-# What a model raises that cannot use what it is given.
+# What a model raises if it cannot use its inputs.
 _OF_INPUTS = (TypeError, ValueError, AttributeError, TorchDynamoException)
 
 
@@ -103,23 +103,23 @@ def parsed_options(model: Any, options: Any) -> Options:
 def _hint(
     model: Any, program: ExportedProgram | None, inputs: Sequence[Any], given: Mapping[str, Any]
 ) -> str:
-    """What may be wrong with inputs at which the model failed, or nothing."""
+    """What may be wrong with the inputs that the model failed on; empty if that is unknown."""
     if len(inputs) == 1 and isinstance(inputs[0], (tuple, list)):
         kind = type(inputs[0]).__name__
         if program or not fault_of_call(model, inputs[0], given):
             return (
-                f"the model's only input is a {kind}, at which it fails; if that holds its inputs, "
-                f"give them one by one: {_USAGE}"
+                f"the model fails on its only input, a {kind}; if that holds its inputs, give them "
+                f"one by one: {_USAGE}"
             )
     spec = program.call_spec.in_spec if program else None
     if spec is not None and tree_flatten((tuple(inputs), dict(given)))[1] != spec:
-        return f"these are other inputs than the program was exported with; use {_USAGE}"
+        return f"the program was exported with other inputs; use {_USAGE}"
     return ""
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
-    if is_user_class(tensor) and type(copied) is not type(tensor):  # the class makes plain tensors
+    if is_user_class(tensor) and type(copied) is not type(tensor):  # clone made a plain tensor
         copied = copied.as_subclass(type(tensor))
         vars(copied).update(vars(tensor))
     return copied.requires_grad_(tensor.requires_grad)

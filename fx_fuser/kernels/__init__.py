@@ -1,11 +1,11 @@
 """The kernels, one file each, and which of them take a site.
 
-A kernel's file says all that Python knows of it: the sites that it takes (operands, device, layout,
-options), how its work is divided, its family, that is the main loop to compile, and the examples
-that CI compiles and tests. Beside it stand the CUDA C++ of `kernels_cu/` and the host's file there.
-An op's configuration names the kernel (`product`, `backward`), and a call the compiled one, by the
-hash of its spec. Who else names a kernel is on a list of tests/package/test_rooms.py. What a new
-kernel needs: CONTRIBUTING.md.
+A kernel's file has all that Python knows about it: the sites that it takes (operands, device,
+layout, options), how its work is divided, its family, which is the main loop to compile, and the
+examples that CI compiles and tests. The CUDA C++ is in `kernels_cu/`, with the host's part. An op's
+configuration names the kernel (`product`, `backward`), and a call names the compiled one by the
+hash of its spec. tests/package/test_rooms.py lists who else names a kernel. What a new kernel
+needs: CONTRIBUTING.md.
 
 Anchors own operands, reference and the backward's gemms, and know no kernel.
 """
@@ -83,19 +83,19 @@ def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
 
 
 def families(operands: Operands, config: Config) -> tuple[Family, ...]:
-    """The main loops of a call: the epilogue alone, then gemm or convolution with epilogue.
+    """The main loops of a call: the epilogue alone, then the gemm or convolution with epilogue.
 
-    operands: the weight's shape may choose the kernel, and so may which of them there are.
+    operands: the weight's shape may choose the kernel, and so may which operands there are.
 
-    The first is launched if there is no second, if that does not take the tensors, or behind it
-    where it makes c alone.
+    The first is launched if there is no second, if the second does not take the tensors, or after
+    it if it makes only c.
     """
     own = KERNELS[config["product"]].family(operands, config)
     return (POINTWISE,) if own is None else (POINTWISE, own)
 
 
 def examples(arch: str) -> list[KernelSpec]:
-    """What CI compiles for an architecture, of each kernel the one that stands for all first."""
+    """What CI compiles for an architecture; each kernel's representative comes first."""
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
     return [*of_sites, *attentions, *head_loss.examples(), *planes.examples(arch)]

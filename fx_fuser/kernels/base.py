@@ -17,10 +17,10 @@ from fx_fuser.graph.read.sites import Site
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 from fx_fuser.options import Options
 
-GEMM_KINDS = frozenset({"linear", "matmul", "bmm"})  # kinds of anchors
+GEMM_KINDS = frozenset({"linear", "matmul", "bmm"})  # anchors that are gemms
 CONVOLUTION_KINDS = frozenset({"conv2d", "conv2d_batchnorm"})
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *SIXTEEN_BITS)  # that an accumulator of fp32 is enough for
+FLOATS = (torch.float32, *SIXTEEN_BITS)  # for which an fp32 accumulator is enough
 
 
 class Case(Protocol):
@@ -52,7 +52,7 @@ class Case(Protocol):
 
     @property
     def recomputes(self) -> bool:
-        """Is c to be computed again in backward?"""
+        """Does backward compute c again?"""
 
     def operand(self, name: str) -> Tensor:
         """The fake tensor of an operand of the anchor."""
@@ -72,10 +72,10 @@ class Case(Protocol):
         """The kernels that the site needs with these choices."""
 
     def has_backward(self) -> bool:
-        """Is any gradient asked for?"""
+        """Is any gradient needed?"""
 
     def gradients(self) -> dict[str, bool]:
-        """Operand of the anchor → is its gradient asked for?"""
+        """Operand of the anchor → is its gradient needed?"""
 
     def may_have_fused_backward(self, kernel: str) -> bool:
         """Can this kernel's backward make the gradients from dy, without c?"""
@@ -94,10 +94,10 @@ class Kernel(ABC):
     kinds: frozenset[str] = frozenset()
     # The dtypes of c.
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    # Does it run on CUDA alone?
+    # Does it run on CUDA only?
     needs_cuda: bool = True
-    # Is it not offered in training where times decide? The inner compiler's passes are others
-    # there, and what is gained is not measured.
+    # Is it only for inference where times decide? In training the inner compiler's passes differ,
+    # and the gain is not measured.
     for_inference: bool = False
     # May it gain where no named pattern fits?
     grows: bool = False
@@ -106,7 +106,7 @@ class Kernel(ABC):
     # Does it run in the graph's layout, so that it is timed there and its operands are converted
     # with the graph?
     any_layout: bool = False
-    # Is then the weight of a window to be in x's layout, too?
+    # Must the weight of a window then be in x's layout, too?
     weight_follows: bool = False
     # The kernels that make all gradients from dy, without c.
     backward_family: Family | None = None
@@ -118,13 +118,13 @@ class Kernel(ABC):
 
     @abstractmethod
     def takes(self, case: Case) -> bool:
-        """Does it take the site? Called at sites of its `kinds` alone.
+        """Does it take the site? Called only for sites of its `kinds`.
 
         Raises OptionError if an option contradicts torch's own setting.
         """
 
     def backwards(self, case: Case) -> tuple[str, ...]:
-        """The backends of backward that go with it at a site that it takes."""
+        """The backends that can compute the backward of a site that it takes."""
         return (LIBRARY,)
 
     def family(self, operands: Operands, config: Config) -> Family | None:
@@ -136,16 +136,16 @@ class Kernel(ABC):
         return []
 
     def is_too_small(self, case: Case) -> bool:
-        """Is the library done before this kernel has begun?"""
+        """Is the library done before this kernel would have begun?"""
         return False
 
     def title(self, device: torch.device) -> str:
-        """As `explain` names it."""
+        """Its name in `explain`."""
         return self.name
 
     @abstractmethod
     def examples(self, arch: str) -> Sequence[KernelSpec]:
-        """What CI compiles for an architecture and tests run; the first stands for all."""
+        """What CI compiles for an architecture and tests run; the first represents all."""
 
 
 def is_float64(case: Case) -> bool:
@@ -154,20 +154,20 @@ def is_float64(case: Case) -> bool:
 
 
 def known_sizes(*tensors: Tensor) -> list[list[int]] | None:
-    """The tensors' sizes; None if one is not known when compiling."""
+    """The tensors' sizes; None if one is unknown when compiling."""
     found = [[hint_of(size) for size in tensor.shape] for tensor in tensors]
     return None if any(None in sizes for sizes in found) else found  # type: ignore[return-value]
 
 
 def short_of_16_bytes(size: int, dtype: torch.dtype) -> int:
-    """How many elements a row of so many lacks to a multiple of 16 bytes. The library has fast
-    16-bit kernels for such multiples only."""
+    """How many elements a row of this size lacks to a multiple of 16 bytes. Only for such multiples
+    does the library have fast 16-bit kernels."""
     return -size % (16 // dtype.itemsize)
 
 
 def odd_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
-    """The lengths of their rows, as they lie in memory, that are no multiple of 16 bytes in this
-    dtype; at their sizes in this trace."""
+    """The lengths of their rows in memory that are not multiples of 16 bytes in this dtype, at the
+    sizes of this trace."""
     found = set[int]()
     for t in tensors:
         sizes, strides = ([hint_of(n) for n in v] for v in (t.shape, t.stride()))
@@ -184,7 +184,7 @@ def spec_of_site(case: Case, name: str) -> KernelSpec:
     return spec
 
 
-@functools.cache  # and with the spec its text and name
+@functools.cache  # also caches the spec's text and name
 def example(
     family: Family,
     functor: str,

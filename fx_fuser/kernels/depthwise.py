@@ -55,7 +55,7 @@ def depthwise_cut(
         padding: [left, right, top, bottom].
         operands: number of the epilogue's tensors.
         x_bytes: size of an element of x and weight.
-        channels_last: is x in channels_last? Else it is contiguous.
+        channels_last: is x in channels_last? Otherwise it is contiguous.
         multiprocessors: of the GPU.
 
     Raises:

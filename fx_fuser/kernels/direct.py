@@ -1,6 +1,6 @@
 """A direct convolution, for few channels, on Hopper, forward and often backward.
 
-It splits fp32 into fp16, whatever `tf32` says; 16 bits it multiplies as they are.
+It splits fp32 into fp16, whatever `tf32` says; it multiplies 16-bit operands as they are.
 kernels_cu/conv/conv_direct_sm90.cuh and conv_direct_backward_sm90.cuh, launched by
 kernels_cu/host/conv_direct.h and conv_direct_backward.h.
 """
@@ -56,7 +56,7 @@ def conv_direct_cut(
 
     Args:
         padding: [left, right, top, bottom].
-        out_bytes: size of an element of the result; 0: of the batch's statistics alone.
+        out_bytes: size of an element of the result; 0: only the batch's statistics.
         operands: number of the epilogue's tensors.
         x_bytes: size of an element of x and weight.
         multiprocessors: of the GPU; the units of statistics and 16-bit results depend on it.
@@ -85,7 +85,7 @@ def conv_direct_backward_cut(
 
     Args:
         padding: [left, right, top, bottom].
-        with_input: is the input's gradient wanted?
+        with_input: is the input's gradient needed?
         multiprocessors: of the GPU.
         x_bytes: size of an element of x and weight.
 
@@ -155,7 +155,7 @@ class Direct(Kernel):
 
 
 def _takes_backward(case: Case) -> bool:
-    """Do the backward kernels make the gradients that are asked for?"""
+    """Do the backward kernels make the gradients that are needed?"""
     needs = case.gradients()
     if not any(needs.values()) or not case.may_have_fused_backward(DIRECT):
         return False

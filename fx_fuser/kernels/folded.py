@@ -27,7 +27,7 @@ def fold_spec(weight: torch.dtype, out: torch.dtype) -> KernelSpec:
 
 
 def addend_of_relu(epilogue: Epilogue) -> str | None:
-    """The tensor t… of relu(z + t…), or "" of relu(z); None of any other epilogue."""
+    """The tensor t… of relu(z + t…), or "" for relu(z); None for any other epilogue."""
     alias = {"z": "z"}
     addend, is_added = "", False
     for i, step in enumerate(epilogue.steps):
@@ -63,21 +63,21 @@ class Folded(Kernel):
         c = case.tensors[0]
         if c.dtype not in self.dtypes or (case.has_backward() and not _is_frozen(case)):
             return False
-        if case.options.exported:  # whose files hold ops that load their own kernels
+        if case.options.exported:  # exported files hold only ops that load their own kernels
             return False
         if not all(isinstance(size, int) for size in case.operand("weight").shape):
-            return False  # where the next layer's begins in what `fold` makes is a constant
+            return False  # `fold` needs constant offsets of the layers' weights
         may_be = {torch.float32, c.dtype}
         if case.out != c.dtype or not may_be.issuperset(t.dtype for t in case.tensors):
             return False
-        # In eager a weight in channels_last is enough; the op goes by x.
+        # For eager a weight in channels_last is enough; the op goes by x's format.
         if memory_format_of(c) != memory_format_of(case.operand("x")):
             return False
         # It follows torch's setting, which by default allows TF32.
         if case.options.fp32 in ("split", "ieee") and may_be_tf32(c):
             return False
         if case.device.type == "cpu":
-            # For tests, which hold 16-bit results on a CPU to one rounding.
+            # For tests, which allow 16-bit results on a CPU one rounding.
             forced = case.options.cpu_ops and case.options.plan == "always"
             if not forced or c.dtype != torch.float32:
                 return False
@@ -111,14 +111,14 @@ def _is_frozen(case: Case) -> bool:
 
 
 def _has_shift(case: Case) -> bool:
-    """Is there a vector for the bias of the library's fused call?"""
+    """Is there a vector that the library's fused call can take as its bias?"""
     if _is_normed(case):
         return not case.site.attrs["training"]
     return case.site.operands["bias"] is not None
 
 
 def _is_relu(case: Case) -> bool:
-    """Is the epilogue relu(z) or relu(z + t)? Or is it BatchNorm alone: `planning.plan` says where
+    """Is the epilogue relu(z) or relu(z + t)? Or is it only BatchNorm: `planning.plan` says where
     its shift goes."""
     if _is_normed(case) and not case.epilogue.steps:
         return True

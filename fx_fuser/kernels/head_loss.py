@@ -1,7 +1,7 @@
-"""Rows of logits to their losses and, in place, to the gradients of these.
+"""Rows of logits become their losses and, in place, the gradients of the losses.
 
 kernels_cu/loss/head_loss.cuh, launched by kernels_cu/host/head_loss.h. `fx_fuser.ops.head_loss`
-calls it, which has no site: a loss is no anchor.
+calls it. It has no site: a loss is not an anchor.
 """
 
 from __future__ import annotations

@@ -28,28 +28,29 @@ from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 IMPLICIT = "implicit"
-# Arithmetic intensity: multiply-adds a byte of x, weight and result. Above it the library's
-# convolution and a pass behind it were faster at nearly all layers of three nets, on an H200
-# (conv/NOTES.md). Where a GPU multiplies more while it reads a byte, more layers are memory-bound.
+# Arithmetic intensity: multiply-adds per byte of x, weight and result. Above it the library's
+# convolution and a separate pass were faster for nearly all layers of three nets, on an H200
+# (conv/NOTES.md). On a GPU with more multiply-adds per byte of bandwidth, more layers are
+# memory-bound.
 MOST_PER_BYTE = 90
-_COLUMNS = (32, 64, 96, 128)  # that a tile of implicit.cuh may have
+_COLUMNS = (32, 64, 96, 128)  # the widths that a tile of implicit.cuh may have
 
 
 @functools.cache
 def implicit(outputs: int, is_window: bool, leaves: int) -> Family:
-    """The convolution of so many output channels.
+    """The convolution with this many output channels.
 
-    outputs: these. is_window: is the kernel more than 1 × 1, or is there padding? leaves:
-    how many of the epilogue's first tensors are one number a channel.
+    is_window: is the kernel more than 1 × 1, or is there padding? leaves: how many of the
+    epilogue's first tensors are one number per channel.
     """
     sizes = (implicit_columns(outputs), int(is_window), leaves)
     return Family("conv/implicit.cuh", "FX_FUSER_IMPLICIT", "implicit", sizes=sizes)
 
 
 def implicit_columns(outputs: int) -> int:
-    """The width of a tile, in output channels, that costs least: each tile costs its width, and
-    what it takes to read the pixels once more."""
-    of_part = 48  # columns' worth
+    """The tile width, in output channels, that costs least: each tile costs its width, and another
+    read of the pixels."""
+    of_part = 48  # that read, in columns
     return min((-(-outputs // n) * (n + of_part), -(-outputs // n) * n, n) for n in _COLUMNS)[-1]
 
 
@@ -73,11 +74,11 @@ def implicit_cut(
     Args:
         stride, dilation: down and across.
         padding: [left, right, top, bottom].
-        leaves: number of the epilogue's tensors that are one number a channel and staged.
+        leaves: number of the epilogue's tensors that are one number per channel and staged.
         operands: number of all of them; by default there are no others.
         held: pieces of operands that are in the ring at once.
         columns: of a tile; by default those that suit the weight.
-        shared_bytes: that a block may have on the GPU.
+        shared_bytes: shared memory that a block may have on the GPU.
 
     Raises:
         BuildError: the shim does not compile or load.
@@ -106,15 +107,15 @@ class Implicit(Kernel):
         c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
         if is_float64(case) or c.dtype not in self.dtypes or case.out not in FLOATS:
             return False
-        # Without cuDNN, results of channels_last are contiguous.
+        # Without cuDNN, results of channels_last inputs are contiguous.
         if not torch.backends.cudnn.enabled:
             return False
         config = case.config
         if config["groups"] != 1 or config.get("training") or not case.is_channels_last:
             return False
-        # Where the graph is converted, the weight is, too; else it is as the user has it.
+        # If the graph is converted, so is the weight; otherwise it is as the user has it.
         is_given = memory_format_of(x) == torch.channels_last
-        if case.options.exported and not is_given:  # nobody converts it
+        if case.options.exported and not is_given:  # an exported graph is not converted
             return False
         if memory_format_of(c) != memory_format_of(x):  # a torch without cuDNN
             return False
@@ -145,7 +146,7 @@ class Implicit(Kernel):
     def family(self, operands: Operands, config: Config) -> Family:
         weight = operands["weight"]
         has_window = is_window(weight) or any(config["padding"])
-        leaves = sum(v is not None for v in operands.values()) - 2  # x and weight are none
+        leaves = sum(v is not None for v in operands.values()) - 2  # x and weight are not leaves
         return implicit(int(weight.shape[0]), has_window, leaves)
 
     def examples(self, arch: str) -> list[KernelSpec]:

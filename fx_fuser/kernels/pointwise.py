@@ -1,4 +1,4 @@
-"""The library's gemm or convolution, and the epilogue alone in a pass behind it, at any site.
+"""The library's gemm or convolution, and then a pass with only the epilogue, at any site.
 
 kernels_cu/pointwise/pointwise.cuh, launched by kernels_cu/host/pointwise.h.
 """
@@ -14,7 +14,7 @@ from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 
 class Library(Kernel):
     name = LIBRARY
-    sites = "the tail behind the library's gemm or convolution"
+    sites = "the tail after the library's gemm or convolution"
 
     def takes(self, case: Case) -> bool:
         return True

@@ -1,6 +1,6 @@
-"""In which precision torch multiplies fp32: its own settings, read anew while compiling.
+"""In which precision torch multiplies fp32: its own settings, read each time while compiling.
 
-Only the new settings are read: the getters of before torch 2.9 raise once those were used.
+Only the new settings are read: older getters (before torch 2.9) raise once those were used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fx_fuser.options import Options
 
-SPLIT = "split"  # of option "fp32", beside "ieee" and "tf32"
+SPLIT = "split"  # of option "fp32", next to "ieee" and "tf32"
 
 
 def matmul_tf32_requested() -> bool:
@@ -32,7 +32,7 @@ def conv_tf32_allowed() -> bool:
 
 
 def conv_tf32_requested() -> bool:
-    """May a fused convolution take TF32? cuDNN allows it unasked, so matmul precision must, too."""
+    """May a fused convolution take TF32? cuDNN's setting does by default, so matmul's must, too."""
     return matmul_tf32_requested() and conv_tf32_allowed()
 
 

@@ -1,8 +1,8 @@
 """An fp32 gemm as three fp16 gemms of hi and lo parts on the tensor cores, within fp32's error.
 
-By wgmma on Hopper (kernels_cu/linear/linear_split_sm90.cuh), by mma.sync elsewhere
+With wgmma on Hopper (kernels_cu/linear/linear_split_sm90.cuh), with mma.sync elsewhere
 (linear_split_mma.cuh), launched by kernels_cu/host/linear_split.h. An operand that was cast up from
-16 bits has no lo part, so two gemms do (`MIXED_GEMMS`).
+16 bits has no lo part, so two gemms are enough (`MIXED_GEMMS`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fx_fuser.native import binaries, limits, load
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 _ops = torch.ops.fx_fuser_native
-# By mma.sync, which every GPU from sm_80 on has.
+# With mma.sync, which every GPU from sm_80 on has.
 LINEAR_SPLIT_MMA = Family(
     "linear/linear_split_mma.cuh",
     "FX_FUSER_LINEAR_SPLIT_MMA",
     "linear_split_mma",
     common="FX_FUSER_LINEAR_SPLIT_MMA_COMMON",
 )
-# By wgmma on Hopper, elsewhere the same kernels as LINEAR_SPLIT_MMA's.
+# With wgmma on Hopper, elsewhere the same kernels as LINEAR_SPLIT_MMA.
 LINEAR_SPLIT_AUTO = Family(
     "linear/linear_split.cuh",
     "FX_FUSER_LINEAR_SPLIT",
@@ -49,7 +49,7 @@ LINEAR_SPLIT_AUTO = Family(
 _SPLIT_LOOP = os.environ.get("FX_FUSER_SPLIT_LOOP")  # "mma" on Hopper too
 LINEAR_SPLIT = LINEAR_SPLIT_MMA if _SPLIT_LOOP == "mma" else LINEAR_SPLIT_AUTO
 
-# In the text of a Linear's forward without a tail, so that both are one compilation.
+# With the text of a Linear's forward without a tail, so that both are compiled once.
 _ALONE = kernel_spec(Epilogue(start="c"), {"c": torch.float32}, (), torch.float32, LINEAR_SPLIT)
 SPLIT_GEMM = replace(_ALONE, use="a gemm without an epilogue")
 # One operand was cast up from this 16-bit dtype.
@@ -60,7 +60,7 @@ MIXED_GEMMS = {
 
 
 def check_split_loop() -> None:
-    """Not at import, where it would stop programs that run no kernel.
+    """Called when a kernel is needed: at import it would stop programs that run none.
 
     Raises:
         OptionError: FX_FUSER_SPLIT_LOOP says anything but "mma".
@@ -82,9 +82,9 @@ def split_gemm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def is_small(x: Sequence[int], c: Sequence[int], device: torch.device) -> bool:
-    """Does an fp32 gemm of these sizes, x [*, K] to c [*, N], take the library some 10 us at most?
+    """Does an fp32 gemm of these sizes, x [*, K] to c [*, N], take the library at most about 10 us?
 
-    The kernel needs as much to begin.
+    The split kernel needs as much to start.
     """
     rows, k, n = math.prod(x[:-1]), x[-1], c[-1]
     operations, elements = 2 * rows * n * k, rows * k + rows * n + n * k
@@ -96,7 +96,7 @@ def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """End both fallbacks of the split gemms among these loaded kernels.
 
     After data that splits badly, the op uses the library for 1000 calls of the same sizes. After
-    operands whose scales were often guessed wrong, a pass finds the scales ahead, for as many
+    operands whose scales were often guessed wrong, a pass finds the scales in advance, for as many
     calls.
     """
     for spec in specs:
@@ -159,5 +159,5 @@ class Split(Kernel):
         return f"{self.name} by {split_loop(device)}"
 
     def examples(self, arch: str) -> list[KernelSpec]:
-        # On Hopper also those by mma.sync, which FX_FUSER_SPLIT_LOOP forces.
+        # On Hopper also those with mma.sync, which FX_FUSER_SPLIT_LOOP forces.
         return examples() + (examples(LINEAR_SPLIT_MMA) if arch == "sm_90a" else [])

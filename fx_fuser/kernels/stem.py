@@ -1,4 +1,4 @@
-"""A first layer's convolution, of few channels and with a stride, in 16 bits and TF32; inference.
+"""A first layer's strided convolution of few channels, in 16 bits and TF32, in inference.
 
 kernels_cu/conv/stem.cuh, launched by kernels_cu/host/stem.h.
 """
@@ -66,10 +66,10 @@ class Stem(Kernel):
         if is_float64(case) or c.dtype not in self.dtypes or case.out not in self.dtypes:
             return False
         may = may_be_tf32(c) and case.options.fp32 in ("follow", "tf32")
-        may = may and not case.options.exported  # a file holds no setting of torch's
+        may = may and not case.options.exported  # a file does not keep torch's settings
         if c.dtype == torch.float32 and not may:
             return False
-        # Without cuDNN, results of channels_last are contiguous.
+        # Without cuDNN, results of channels_last inputs are contiguous.
         if not torch.backends.cudnn.enabled:
             return False
         if case.site.attrs.get("training") or known_sizes(case.operand("x"), weight) is None:

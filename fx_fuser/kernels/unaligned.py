@@ -1,9 +1,9 @@
 """A 16-bit gemm of unaligned operands: any pitch, any transposition, any address.
 
-The library has fast kernels for rows of a multiple of 16 bytes only. No site is found for it:
+The library has fast kernels only for rows of a multiple of 16 bytes. No site is found for it:
 `fx_fuser.passes.padding` puts it into Inductor's graphs. kernels_cu/linear/linear_unaligned.cuh,
-launched by kernels_cu/host/linear_unaligned.h, is for gemms that are bandwidth-bound; for others
-there is one by TMA and wgmma on Hopper, linear_combs_sm90.cuh, launched by linear_combs.h.
+launched by kernels_cu/host/linear_unaligned.h, is for gemms that are bandwidth-bound. For others
+linear_combs_sm90.cuh uses TMA and wgmma on Hopper, launched by linear_combs.h.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COMBS = "combs"
 # kernels_cu/host/contract.h compares when the shim is loaded.
 TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128))
 _LARGE = TILES.index((128, 128))
-_SMALL = 128  # up to so many rows or columns, smaller tiles waste less
-# Multiply-adds an element of operands and result. Above it the library behind padding copies was
-# faster at all gemms that were measured (linear/NOTES.md).
+_SMALL = 128  # up to this many rows or columns, smaller tiles waste less
+# Multiply-adds per element of operands and result. Above it the library, with copies that pad, was
+# faster for all gemms that were measured (linear/NOTES.md).
 MOST_PER_ELEMENT = 128
 _VECTOR = 8  # elements of 16 bytes
 # Bits of an operand's form: see linear_unaligned_args.h.
@@ -48,15 +48,15 @@ def unaligned(shape: int, step_k: int, form_a: int, form_b: int) -> Family:
 _COMBS_LOADER = "linear_combs"
 # Of kCombShapes: rows and columns of a block's tile.
 COMB_TILES = ((128, 256), (128, 192), (256, 192), (128, 240))
-_COMB_COUNT = 8  # of a matrix, each with every eighth line
-_CLUSTER = 2  # blocks, with tiles below each other
+_COMB_COUNT = 8  # combs of a matrix; each has every eighth line
+_CLUSTER = 2  # blocks, whose tiles are below each other
 _STAGE_K = 64
-# By shape: cycles of a stage, and of what a tile takes beside its stages. From the times of six
-# gemms on an H200 (linear/NOTES.md).
+# By shape: cycles of a stage, and a tile's other cycles. From the times of six gemms on an H200
+# (linear/NOTES.md).
 _COMB_CYCLES = ((1140, 3760), (890, 1860), (1660, 5420), (1050, 3600))
 _MOVES = 7 * 700  # cycles of a tile whose sums move between combs
-# Multiply-adds a cycle of a multiprocessor's tensor cores. Of unaligned operands the library's
-# large gemms have at most a sixth of that: nothing slower is built.
+# Multiply-adds per cycle of a multiprocessor's tensor cores. On unaligned operands the library's
+# large gemms reach at most a sixth of that: nothing slower is built.
 _RATE = 2048
 _LEAST_SHARE = 1 / 6
 
@@ -69,7 +69,7 @@ def comb_takes(shape: int, along_a: int) -> bool:
 
 @functools.cache
 def combs(shape: int, along_a: int, along_b: int) -> Family:
-    """By TMA and wgmma. shape: of COMB_TILES. along: are the operand's k adjacent, not its rows?"""
+    """With TMA and wgmma. shape: in COMB_TILES. along: are the operand's k adjacent, not rows?"""
     return Family(
         "linear/linear_combs_sm90.cuh",
         "FX_FUSER_LINEAR_COMBS",
@@ -84,15 +84,15 @@ def is_by_combs(family: Family) -> bool:
 
 
 def family_of_sizes(sizes: Sequence[int]) -> Family:
-    """Which of the two families has so many."""
+    """The one of the two families that has this many sizes."""
     return combs(*sizes) if len(sizes) == 3 else unaligned(*sizes)
 
 
 def comb_family(
     multiprocessors: int, m: int, n: int, k: int, form_a: int, form_b: int
 ) -> Family | None:
-    """The main loop of x weightᵀ into a new row-major result. None where the kernel does not take
-    these operands (`set_factors` of the host's file), or would leave the tensor cores idle, as of
+    """The main loop of x weightᵀ into a new row-major result. None if the kernel does not take
+    these operands (`set_factors` of the host's file), or would leave the tensor cores idle, as with
     fewer lines than combs."""
     along_a, along_b = form_a & ALONG_K, form_b & ALONG_K
     is_third_aligned = form_a & ALIGNED if along_b else n % _VECTOR == 0
@@ -110,12 +110,12 @@ def comb_family(
 
 
 def _comb_cycles(multiprocessors: int, m: int, n: int, k: int, along_a: int, shape: int) -> int:
-    """By a model that finds the fastest shape of each gemm that was measured: it alone is built."""
+    """Modelled. The model finds the fastest shape of each measured gemm; only that is built."""
     rows, columns = COMB_TILES[shape]
     stage, beside = _COMB_CYCLES[shape]
     if along_a:
         height = _COMB_COUNT * _units(-(-m // _COMB_COUNT), rows)
-        # From the aligned vector on that a line begins in.
+        # A line is read from the aligned vector in which it begins.
         most = _VECTOR - 1
         width, stages = n + (most if n % _VECTOR else 0), -(-(k + most) // _STAGE_K)
     else:  # the result's transpose, whose columns are x's rows
@@ -126,7 +126,7 @@ def _comb_cycles(multiprocessors: int, m: int, n: int, k: int, along_a: int, sha
 
 
 def _units(lines: int, rows: int) -> int:
-    """Tiles of a cluster, below each other."""
+    """How many clusters, with tiles below each other, cover the lines."""
     return -(-lines // (_CLUSTER * rows))
 
 
@@ -138,8 +138,8 @@ def shape_for(m: int, n: int) -> int:
 
 
 def form_of(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> int | None:
-    """[*, rows, K]. offset: in elements, of the first from a multiple of 16 bytes. None: the kernel
-    does not take it."""
+    """[*, rows, K]. offset: of the first element from a multiple of 16 bytes, in elements. None:
+    the kernel does not take it."""
     rows = size[-2] if len(size) > 1 else 1
     if size[-1] == 1 or stride[-1] == 1:
         form, lines = ALONG_K, [*range(len(size) - 1)]
@@ -152,7 +152,7 @@ def form_of(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> int 
 
 
 def family_of(x: Tensor, weight: Tensor) -> Family | None:
-    """The main loop of x weightᵀ, weight [*, N, K]; None where the kernel does not take them."""
+    """The main loop of x weightᵀ, weight [*, N, K]; None if the kernel does not take them."""
     sizes = known_sizes(x, weight)
     if sizes is None:
         return None
@@ -169,7 +169,7 @@ def family_for(m: int, n: int, k: int, form_a: int, form_b: int) -> Family:
 
 @functools.cache
 def gemm_of(family: Family, dtype: torch.dtype) -> KernelSpec:
-    """Without an epilogue."""
+    """The gemm without an epilogue."""
     return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, family)
 
 
@@ -197,7 +197,7 @@ class Unaligned(Kernel):
             gemm_of(unaligned(3, 64, ALIGNED, ALONG_K | ALIGNED), bf16),
             example(unaligned(_LARGE, 64, ALONG_K, ALIGNED), "ThreeOperands", 1, f32, *operands),
         ]
-        # Left along k with an aligned result, left along k with another, and left along rows.
+        # Left along k with an aligned result, left along k with an unaligned one, left along rows.
         by_combs = [
             gemm_of(combs(2, 1, 0), bf16),
             example(combs(0, 1, 1), "Swish", 1, f32, bf16, bf16),

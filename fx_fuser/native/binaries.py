@@ -1,10 +1,10 @@
-"""The binaries: the shim and the kernels' cubins, of the wheel or compiled and kept in
+"""The binaries: the shim and the kernels' cubins, from the wheel, or compiled and kept in
 `native.store`.
 
 A wheel brings the shim, and cubins of kernels that nearly every model asks for. Each is used only
-while it is what would be compiled here: of the same text and the same sources, those of the host's
-half included, so that a kernel's arguments are the shim's. A compiler's version and flags, which
-are in the cache's keys, a wheel cannot know.
+if it is what would be compiled here: from the same text and the same sources, those of the host
+included, so that a kernel's arguments match the shim's. A wheel cannot know a compiler's version
+and flags, which are in the cache's keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _refused: set[str] = set()  # architectures whose prebuilt cubins do not load in
 
 LOWEST_CAPABILITY = (8, 0)
 
-# With -O2 an op is called no faster, since the time is libtorch's, and g++ takes twice as long
+# With -O2 calling an op is no faster, because libtorch takes the time, and g++ takes twice as long
 # (kernels_cu/NOTES.md).
 _CXX_FLAGS = (
     *("-O1", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"),
@@ -42,14 +42,14 @@ _CXX_FLAGS = (
 def arch_of(device: torch.device | int | None = None) -> str:
     """The architecture kernels are compiled for: "sm_80", "sm_90a", "sm_100a", "sm_120"...
 
-    Hopper and the datacenter Blackwells get the `a` that their matrix instructions ask for.
+    Hopper and the datacenter Blackwells get the `a` that their matrix instructions need.
     """
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
 
 
-# A graph's plan asks for the hash of all sources at each kind of site: with pathlib, and each file
-# read, one took 33 ms in Python 3.12.
+# Planning a graph needs the hash of all sources at each kind of site: with pathlib, and reading
+# each file, one took 33 ms in Python 3.12.
 
 
 def _files(folder: Path, *suffixes: str) -> list[str]:
@@ -59,7 +59,7 @@ def _files(folder: Path, *suffixes: str) -> list[str]:
 
 
 def _kernel_sources() -> list[str]:
-    """Those of all rooms of kernels_cu. What only NVRTC sees is in `compilers.nvrtc_headers`."""
+    """All sources of kernels_cu. What only NVRTC sees is in `compilers.nvrtc_headers`."""
     of_nvrtc = os.path.join(KERNELS, "nvrtc", "")
     found = _files(KERNELS, ".cu", ".cuh", ".cpp", ".h")
     return [path for path in found if not path.startswith(of_nvrtc)]
@@ -76,8 +76,8 @@ def _hash_files(paths: Sequence[str | Path]) -> str:
 
 @functools.lru_cache(4096)
 def _named_hash(name: str, version: tuple[int, ...]) -> bytes:
-    """Of a file's name and contents: of ours the path below kernels_cu or the package, wherever
-    that is; of others the file's. version: changes whenever it is written to."""
+    """The hash of a file's name and contents. The name is the path below kernels_cu or the package,
+    wherever that is; for others the file's. version: changes whenever the file is written."""
     path = Path(name)
     roots = (root for root in (KERNELS, PACKAGE) if path.is_relative_to(root))
     known_as = next((path.relative_to(root).as_posix() for root in roots), path.name)
@@ -106,7 +106,7 @@ def _cubin_job(source: str, arch: str, compiler: Compiler) -> Job:
 
 
 def shim_command(host: Host, more: Sequence[str] = ()) -> tuple[str, ...]:
-    """With SOURCE and TARGET of `jobs` to fill in. more: flags that go before all others'."""
+    """The command, with SOURCE and TARGET of `jobs` to fill in. more: flags that go first."""
     torch_root = Path(torch.__file__).parent
     include = ("-I", str(KERNELS.resolve()), "-isystem", str(torch_root / "include"))
     link = (
@@ -137,21 +137,21 @@ def cubin(source: str, arch: str) -> Path:
 
 
 def cubins(sources: Sequence[str], arch: str) -> list[Path]:
-    """As `cubin`, for several sources at once, compiled in parallel."""
+    """Like `cubin`, for several sources at once, compiled in parallel."""
     found, jobs = _prebuilt_and_jobs(sources, arch)
-    if jobs:  # the cache folder need not be there, nor be written to
+    if jobs:  # otherwise the cache folder need not exist
         found |= zip(jobs, store.ensure(list(jobs.values())))
     return [found[source] for source in sources]
 
 
 def are_built(sources: Sequence[str], arch: str) -> list[bool]:
-    """Of each source: is its cubin the wheel's, or in the cache?"""
+    """For each source: is its cubin in the wheel or in the cache?"""
     found, jobs = _prebuilt_and_jobs(sources, arch)
     return [source in found or store.holds(jobs[source]) for source in sources]
 
 
 def _prebuilt_and_jobs(sources: Sequence[str], arch: str) -> tuple[dict[str, Path], dict[str, Job]]:
-    """By source: the wheel's cubins, and what compiles all others."""
+    """The wheel's cubins by source, and the jobs that compile all others."""
     found = prebuilt_cubins(sources, arch)
     missing = [source for source in dict.fromkeys(sources) if source not in found]
     if not missing:
@@ -170,10 +170,10 @@ def prebuilt_names(sources: Iterable[str], arch: str) -> dict[str, str]:
 
 
 def prebuilt_cubins(sources: Iterable[str], arch: str) -> dict[str, Path]:
-    """Source → the wheel's cubin, where there is one.
+    """Source → the wheel's cubin, if there is one.
 
-    In a checkout is none, and none fits sources that were edited. After one that the driver refused
-    none of its architecture is taken. And who names a compiler gets that one's kernels.
+    A checkout has none, and none fits sources that were edited. After the driver has refused one,
+    none of its architecture is used. Whoever names a compiler gets kernels from that one.
     """
     if arch in _refused or os.environ.get("FX_FUSER_COMPILER") or not (PREBUILT / arch).is_dir():
         return {}
@@ -182,12 +182,12 @@ def prebuilt_cubins(sources: Iterable[str], arch: str) -> dict[str, Path]:
 
 
 def refuse_prebuilt(cubins: Sequence[Path], arch: str, reason: Exception) -> bool:
-    """From now on this process compiles this architecture's kernels, since one of these cubins does
-    not load: a driver that is older than the wheel's compiler may take none. False if none of these
-    is the wheel's."""
+    """From now on compile this architecture's kernels in this process, because one of these cubins
+    does not load: a driver that is older than the wheel's compiler may take none. False if none of
+    these is from the wheel."""
     if not any(PREBUILT in path.parents for path in cubins):
         return False
-    log.info("the wheel's kernels for %s are not used but compiled here: %s", arch, reason)
+    log.info("compiling kernels for %s instead of using the wheel's: %s", arch, reason)
     _refused.add(arch)
     return True
 
@@ -198,7 +198,7 @@ def shim_sources() -> str:
 
 
 def prebuilt_shim() -> Path | None:
-    """The wheel's shim; None in a checkout, and if its sources have changed since."""
+    """The wheel's shim; None in a checkout, or if its sources have changed since."""
     made_of = PREBUILT / "shim.sources"
     if not made_of.exists() or made_of.read_text() != shim_sources():
         return None

@@ -1,4 +1,4 @@
-"""The compilers: NVRTC, which torch for CUDA brings, or nvcc for kernels; g++ for the shim."""
+"""The compilers: NVRTC, which comes with torch for CUDA, or nvcc for kernels; g++ for the shim."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fx_fuser.native.jobs import IN_PARALLEL, SOURCE, TARGET
 log = logging.getLogger("fx_fuser.native.compilers")
 
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
-_FLAGS = ("-std=c++17", "-lineinfo")  # of kernels, whoever compiles them
+_FLAGS = ("-std=c++17", "-lineinfo")  # for kernels, whichever compiler is used
 
 
 class Compiler(Protocol):
-    """Makes cubins. title: what a user calls it. version: tells it from any other, with all
-    that it includes unasked.
+    """Makes cubins. title: its name for a user. version: tells it, with all that it includes by
+    itself, from any other.
     """
 
     @property
@@ -39,15 +39,15 @@ class Compiler(Protocol):
     def version(self) -> str: ...
 
     def flags(self, arch: str) -> tuple[str, ...]:
-        """The flags that decide what comes out."""
+        """The flags that affect the result."""
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         """The command, with SOURCE and TARGET of `jobs` to fill in. kernels: the include folder.
 
-        More flags may be put behind it.
+        More flags may be appended.
 
         Raises:
-            BuildError: a path in it has a character that the compiler takes for something else.
+            BuildError: a path in it has a character that the compiler misreads.
         """
 
     def headers(self, kernels: Path) -> list[Path]:
@@ -84,7 +84,7 @@ def _refuse(title: str, characters: str, *paths: Path) -> None:
             other = " or let NVRTC compile" if title == "nvcc" and found != '"' else ""
             raise BuildError(
                 f"{title} takes no {found} in a path, and there is one in {path}; "
-                f"give the folder another name{other}"
+                f"rename the folder{other}"
             )
 
 
@@ -93,7 +93,7 @@ def _refuse(title: str, characters: str, *paths: Path) -> None:
 
 @dataclass(frozen=True)
 class CudaFiles:
-    """CUDA's headers and libraries: those that pip has put beside torch, or a toolkit's."""
+    """CUDA's headers and libraries: those that pip has installed next to torch, or a toolkit's."""
 
     include: Path
     libraries: tuple[Path, ...]
@@ -103,7 +103,7 @@ class CudaFiles:
 
 
 def cuda_files() -> Iterator[CudaFiles]:
-    """pip's first, then the toolkits': of $CUDA_HOME, the usual folder, and nvcc's."""
+    """pip's first, then the toolkits' in $CUDA_HOME, in the usual folder, and nvcc's."""
     for root in _pip_folders():
         for whole in sorted(root.glob("cu[0-9]*"), reverse=True):  # of CUDA 13 and later
             yield CudaFiles(whole / "include", (whole / "lib",))
@@ -127,7 +127,7 @@ def _toolkit(home: Path) -> CudaFiles:
 
 
 def _pip_folders() -> list[Path]:
-    """The folders `nvidia` of this environment, the one beside torch first."""
+    """The `nvidia` folders of this environment, the one next to torch first."""
     beside_torch = Path(torch.__file__).parents[1] / "nvidia"
     spec = importlib.util.find_spec("nvidia")
     others = spec.submodule_search_locations if spec is not None else None
@@ -150,26 +150,26 @@ class Nvrtc:
         return f"NVRTC, {self.library}"
 
     def flags(self, arch: str) -> tuple[str, ...]:
-        # Unannotated functions are the device's, there being no host; ptxas's options one by one.
+        # Unannotated functions are device functions: there is no host. ptxas's options one by one.
         flags = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
         ptxas = ("--ptxas-options=-v", "--ptxas-options=-warn-spills")
         return (*_FLAGS, *flags, IN_PARALLEL, *ptxas)  # a source has two to four large kernels
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         folders = (kernels / "nvrtc", kernels, self.include)
-        # -lineinfo writes paths into PTX, between quotes that nothing escapes.
+        # -lineinfo writes paths into PTX in quotes, without escapes.
         _refuse("NVRTC", '"', *folders)
         include = (f"-I{folder}" for folder in folders)
         run = (*_RUN_NVRTC, str(self.library), SOURCE, TARGET)
         return (*run, *self.flags(arch), *include)
 
     def headers(self, kernels: Path) -> list[Path]:
-        # NVRTC and these are of two packages, each with a version of its own.
+        # NVRTC and these come in two packages, each with its own version.
         of_cuda = sorted(self.include.glob("cuda_[bf]*16.h*"))
         return [*nvrtc_headers(kernels), *of_cuda]
 
 
-# As a file, in a Python that reads nothing of the user's environment: see `fx_fuser.native.nvrtc`.
+# Run as a file, in a Python that ignores the user's environment: see `fx_fuser.native.nvrtc`.
 _RUN_NVRTC = (sys.executable or "python3", "-I", "-S", str(Path(__file__).with_name("nvrtc.py")))
 
 
@@ -179,13 +179,13 @@ def nvrtc_headers(kernels: Path) -> list[Path]:
 
 
 def _version_of_nvrtc(library: Path) -> str:
-    """Builtins are named by version, and its builds differ in size. To load it takes 0.1 s."""
+    """Builtins are named by version, and builds differ in size. Loading it would take 0.1 s."""
     builtins = (path.name for path in library.resolve().parent.glob("libnvrtc-builtins.so.*"))
     return f"{library.name}, {library.stat().st_size} bytes, {', '.join(sorted(builtins))}"
 
 
 def nvrtc() -> Nvrtc:
-    """The NVRTC of the CUDA version torch was built for; any, if it was built for none.
+    """The NVRTC of the CUDA version that torch was built for; any, if it was built without CUDA.
 
     Raises:
         BuildError: it is missing or of another version.
@@ -202,7 +202,7 @@ def nvrtc() -> Nvrtc:
     instead = f", only {', '.join(map(str, others.values()))}" if others else ""
     ending = "-cu12" if wanted == "12" else f"=={wanted or 13}.*"
     raise BuildError(
-        f"NVRTC{of_version} was found neither beside torch nor in $CUDA_HOME nor in "
+        f"NVRTC{of_version} was not found next to torch, in $CUDA_HOME or in "
         f"{DEFAULT_CUDA_HOME}{instead}; pip install 'nvidia-cuda-nvrtc{ending}' "
         f"'nvidia-cuda-runtime{ending}'"
     )
@@ -212,7 +212,7 @@ def _libnvrtcs(files: CudaFiles) -> list[Path]:
     """libnvrtc.so.13 and the like, the newest first."""
     found: list[Path] = []
     for folder in files.libraries:
-        with contextlib.suppress(OSError):  # of $CUDA_HOME, which may say anything
+        with contextlib.suppress(OSError):  # $CUDA_HOME may be anything
             found += folder.glob("libnvrtc.so.*")
     numbered = [path for path in found if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)]
     return sorted(numbered, key=lambda path: int(path.suffix[1:]), reverse=True)
@@ -236,7 +236,7 @@ class Nvcc:
         return ("-cubin", "-O3", *_FLAGS, "-Xptxas", "-v,-warn-spills", "-gencode", code)
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
-        # It splits lists at commas, and runs its parts by a shell.
+        # It splits lists at commas, and runs its parts in a shell.
         _refuse("nvcc", "\"'`,", kernels, self.cxx)
         include = ("-I", str(kernels), "-ccbin", str(self.cxx))
         return (str(self.nvcc), *self.flags(arch), *include, SOURCE, "-o", TARGET)
@@ -254,7 +254,7 @@ def nvcc() -> Nvcc:
     found = _which_nvcc()
     if found is None:
         raise BuildError(
-            f"nvcc was found neither on PATH nor in $CUDA_HOME/bin nor in {DEFAULT_CUDA_HOME}/bin; "
+            f"nvcc was not found on PATH, in $CUDA_HOME/bin or in {DEFAULT_CUDA_HOME}/bin; "
             "install the CUDA toolkit (12.8 or newer) or set CUDA_HOME to where it is"
         )
     cxx = _gxx()
@@ -272,7 +272,7 @@ def _which_nvcc() -> Path | None:
 
 @functools.cache
 def _cuda_home_of(nvcc: str) -> Path | None:
-    """The toolkit's root, if nvcc says it; the nvcc on PATH may be a link or a script."""
+    """The toolkit's root, as far as nvcc says; the nvcc on PATH may be a link or a script."""
     steps = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], check=False, capture_output=True, text=True
     ).stderr
@@ -285,7 +285,7 @@ def _cuda_home_of(nvcc: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Host:
-    """g++, which compiles the shim without any file of CUDA's."""
+    """g++, which compiles the shim without any CUDA file."""
 
     cxx: Path
     version: str

@@ -1,7 +1,7 @@
 """Keep the cache folder below a size: remove the least recently used.
 
 A kernel's last use is the time of its manifest, which `native.store` sets at each use. What was
-used within the last hour stays, whatever the size: another process may be about to load it.
+used within the last hour stays, whatever its size: another process may be about to load it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fx_fuser.native import store
 log = logging.getLogger("fx_fuser.native.eviction")
 
 _SAFE_SECONDS = 3600
-_seen = 0  # builds after which the folder was looked at
+_seen = 0  # `store.builds()` when the folder was last checked
 
 
 def keep_below(megabytes: int) -> None:
@@ -30,9 +30,9 @@ def keep_below(megabytes: int) -> None:
 
 
 def trim(folder: Path, size: int, now: float | None = None) -> list[str]:
-    """Remove entries until the folder's have `size` bytes at most; returns their keys.
+    """Remove entries until they have `size` bytes at most; returns the removed keys.
 
-    now: the time, by default the clock's, in seconds.
+    now: the time in seconds, by default the current one.
     """
     now = time.time() if now is None else now
     entries = sorted(_entries(folder))
@@ -47,19 +47,19 @@ def trim(folder: Path, size: int, now: float | None = None) -> list[str]:
         total -= bytes_
         removed.append(files[0].stem)
     if removed:
-        log.info("removed %d entries of %s, now %.0f MB", len(removed), folder, total / 1e6)
+        log.info("removed %d entries from %s, now %.0f MB", len(removed), folder, total / 1e6)
     return removed
 
 
 def _entries(folder: Path) -> Iterator[tuple[float, int, list[Path]]]:
-    """(last use, bytes, files) of each kernel and of each timing remembered."""
+    """(last use, bytes, files) of each kernel and each remembered timing."""
     found: dict[Path, list[Path]] = {}
     for path in (*store.entries(folder), *store.timings(folder)):
         found.setdefault(path.with_suffix(""), []).append(path)
     for files in found.values():
-        # The manifest first, since without it a binary is no entry. A killed build leaves binaries
-        # that have none.
+        # The manifest first, since a binary without one is not an entry. A killed build leaves
+        # such binaries.
         files.sort(key=lambda path: path.suffix != ".json")
-        with contextlib.suppress(OSError):  # another process removes as well
+        with contextlib.suppress(OSError):  # another process may remove it as well
             stats = [path.lstat() for path in files]
             yield stats[0].st_mtime, sum(s.st_size for s in stats), files

@@ -16,13 +16,13 @@ from fx_fuser.errors import BuildError
 
 log = logging.getLogger("fx_fuser.native.jobs")
 
-FEW_REGISTERS = "-DFX_FUSER_FEW_REGISTERS"  # for what spills; a header may heed it
+FEW_REGISTERS = "-DFX_FUSER_FEW_REGISTERS"  # for kernels that spill; a header may use it
 # NVRTC's threads for one source. With them a kernel's registers differ from run to run (NVRTC 13.0
-# and 13.2, sm_120): what spills is compiled without, too, before it is called a kernel that spills.
+# and 13.2, sm_120): a kernel counts as spilling only if it also spills when compiled without.
 IN_PARALLEL = "--split-compile=4"
-_PROGRESS_S = 5.0  # between two lines of the log
-# Arguments of a command that stand for the job's files. They are whole arguments: a path that has
-# them in it, or braces of its own, is a path.
+_PROGRESS_S = 5.0  # between lines of the log
+# Arguments of a command that stand for the job's files. They are whole arguments: a path that
+# contains them, or other braces, is left as it is.
 SOURCE, TARGET = "{source}", "{target}"
 
 
@@ -41,14 +41,14 @@ class Job:
 
 
 def filled(command: Sequence[str], source: str, target: str) -> list[str]:
-    """The command with these files in the place of SOURCE and TARGET."""
+    """The command with these files in place of SOURCE and TARGET."""
     files = {SOURCE: source, TARGET: target}
     return [files.get(part, part) for part in command]
 
 
 def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
-    """Leaves each job's binary in the folder `work`; returns the jobs that failed, or whose binary
-    would be slow, with the reason.
+    """Writes each job's binary into the folder `work`; returns the jobs that failed, or whose
+    binary would be slow, with the reason.
 
     Raises:
         BuildError: ninja is missing, or cannot pass an argument on.
@@ -65,15 +65,14 @@ def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
 def check_folder(folder: Path) -> None:
     """Raises OSError if compilers cannot work below this folder.
 
-    -lineinfo writes its path into PTX, between quotes that nothing escapes, and nvcc into a shell's
-    command.
+    -lineinfo writes its path into PTX in quotes, without escapes, and nvcc into a shell's command.
     """
     if found := next((c for c in '"`' if c in str(folder)), None):
         raise OSError(f"compilers take no {found} in the path {folder}")
 
 
 def _compiled_again(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
-    """The logs. Binaries are those without IN_PARALLEL, or if these spill with FEW_REGISTERS."""
+    """Returns logs. Binaries are without IN_PARALLEL or, if they spill, with FEW_REGISTERS."""
     retries: list[Job] = []
     alone: dict[Job, Job] = {}
     for job in jobs:
@@ -81,7 +80,7 @@ def _compiled_again(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
         retries.append(replace(job, command=(*command, FEW_REGISTERS)))
         if command != job.command:
             alone[job] = replace(job, key=f"{job.key}-alone", command=command)
-    _run_ninja(work, [*retries, *alone.values()])  # at once: more processors than jobs are usual
+    _run_ninja(work, [*retries, *alone.values()])  # at once: usually there are idle processors
     logs = {job: _read_log(work, job) for job in jobs}
     for job, again in alone.items():
         text = _read_log(work, again)
@@ -110,7 +109,7 @@ def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:
     with subprocess.Popen(ninja, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
         try:
             _wait_for(running, [job.binary(work) for job in jobs])
-        except BaseException:  # as subprocess.run: no compiler outlives an interrupt
+        except BaseException:  # as in subprocess.run: no compiler outlives an interrupt
             running.kill()
             raise
 
@@ -129,8 +128,7 @@ def _wait_for(running: subprocess.Popen[bytes], targets: Sequence[Path]) -> None
 def _quote(part: str) -> str:
     if "\n" in part or "\r" in part:
         raise BuildError(
-            f"a command has the argument {part!r}, and ninja takes no line break; give the folder "
-            "another name"
+            f"a command has the argument {part!r}, and ninja takes no line break; rename the folder"
         )
     return shlex.quote(part).replace("$", "$$")  # once for the shell, once for ninja
 

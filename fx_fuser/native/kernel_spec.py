@@ -2,7 +2,7 @@
 
 A family is a main loop of `kernels_cu/` (`fx_fuser.kernels`); a functor is the epilogue plugged
 into it. The translation units and the shim's arguments are all generated from the spec. The shim
-reads one of them, the signature.
+reads one of its parts, the signature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CUDA_TYPES = {
     torch.int64: "int64_t",
 }
 
-# The room in a kernel's argument block: kMaxInputs, the anchor's value included, and kMaxScalars of
+# The limits of a kernel's argument block: kMaxInputs, with the anchor's value, and kMaxScalars of
 # kernels_cu/common/operands.h.
 MAX_TENSORS = 16
 MAX_NUMBERS = 8
@@ -37,10 +37,10 @@ MAX_NUMBERS = 8
 class Family:
     """A main loop. header: below kernels_cu; macro: of the header, instantiates the kernels.
 
-    loader: its name in the shim (kernels_cu/host/kernel.h). arch: the only architecture they
-    exist for, or None if they run everywhere. sizes: the macro's first arguments, over which loops
-    are unrolled. common: the macro of kernels that are the same for all functors, given the type of
-    the first input; the loader gets their cubin as well.
+    loader: its name in the shim (kernels_cu/host/kernel.h). arch: the only architecture that has
+    it, or None if it runs everywhere. sizes: the macro's first arguments, over which loops are
+    unrolled. common: a macro of kernels that are the same for all functors, given the type of the
+    first input; the loader gets their cubin as well.
     """
 
     header: str
@@ -60,10 +60,9 @@ class KernelSpec:
     """A family's main loop with one functor.
 
     functor: its C++ name; definition: the C++ text that defines it, an #include or a struct.
-    inputs: dtypes of the tensors that the functor reads, the anchor's value first. scalars: how
-    many numbers it reads. acc: dtype of its arithmetic, out: of the result. use: a kernel is loaded
-    once a use, since what it remembers of its calls, such as data that splits badly, is not that of
-    others with the same texts.
+    many numbers it reads. acc: dtype of its arithmetic, out: of the result. use: what the kernel is
+    for. It is loaded once per use: what it remembers of its calls, such as data that splits badly,
+    does not hold for other uses of the same texts.
     """
 
     family: Family
@@ -93,7 +92,7 @@ class KernelSpec:
 
     @functools.cached_property
     def texts(self) -> tuple[str, ...]:
-        """All translation units, in the order in which the loader takes their cubins."""
+        """All translation units, in the order of the loader's cubins."""
         family = self.family
         if family.common is None:
             return (self.text,)
@@ -102,11 +101,11 @@ class KernelSpec:
 
     @functools.cached_property
     def name(self) -> str:
-        """The name by which a graph finds the kernel: the hash of its texts, and its use."""
+        """The name by which a graph finds the kernel: a hash of its texts and its use."""
         parts = [*self.texts, *([self.use] if self.use else [])]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def texts_of(specs: Iterable[KernelSpec]) -> list[str]:
-    """What is compiled for these kernels, each translation unit once."""
+    """The translation units of these kernels, each once."""
     return list(dict.fromkeys(text for spec in specs for text in spec.texts))

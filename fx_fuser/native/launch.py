@@ -66,16 +66,17 @@ def head_loss(
     ignore_index: int,
     tail: Sequence[float] = PLAIN,
 ) -> None:
-    """losses[i] = logsumexp(logits[i]) - logits[i, labels[i]], 0 where that is `ignore_index`; and
-    with a scale, logits[i] = scale times the gradient of that by logits[i]. Deterministic. They
-    are those of the values that the tail makes of logits.
+    """losses[i] = logsumexp(v[i]) - v[i, labels[i]], 0 if that label is `ignore_index`, where v are
+    the values that the tail makes of logits. With a scale, logits[i] becomes scale times the
+    gradient of losses[i] with respect to it. Deterministic.
 
-    A label that is no column stops the kernel, as it does torch's.
+    A label outside the columns stops the kernel, as it does torch's.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.head_loss.spec_of`, see kernels_cu/loss/head_loss.cuh.
-        logits: [rows, pitch] of CUDA, of the dtype that `spec` names; rows adjacent, each aligned
-            to 16 bytes. Those from `columns` on are not read, and become 0 with a scale.
+        logits: [rows, pitch] on CUDA, of the dtype that `spec` names; elements of a row adjacent,
+            rows aligned to 16 bytes. Those from `columns` on are not read, and become 0 with a
+            scale.
         labels: [rows], int64, contiguous.
         losses: [rows], float32, contiguous.
         scale: one number, float32.
@@ -98,11 +99,11 @@ def head_loss_kept(
     ignore_index: int,
     tail: Sequence[float] = PLAIN,
 ) -> None:
-    """The losses of `head_loss`, and what `head_loss_gradient` wants of each row. Logits stay.
+    """The losses of `head_loss`, and what `head_loss_gradient` needs of each row. Logits stay.
 
     Args:
-        spec: as of `head_loss`, and so are labels, losses and tail.
-        logits: [rows, columns] of CUDA, of the dtype that `spec` names; of a row adjacent.
+        spec, labels, losses, tail: as in `head_loss`.
+        logits: [rows, columns] on CUDA, of the dtype that `spec` names; elements of a row adjacent.
         sums: [rows, 2], float32, contiguous: becomes the largest value, and the sum of
             exp(value - largest).
 
@@ -125,14 +126,16 @@ def head_loss_gradient(
     ignore_index: int,
     tail: Sequence[float] = PLAIN,
 ) -> None:
-    """gradient[i], by logits[i]: scale[i] times softmax, at the label hot[i] more, of which
-    smoothing gives each column its share; 0 behind them. Of the loss of row i both are 1 and -1.
+    """The gradient with respect to logits[i] is scale[i] times the softmax, plus hot[i] at the
+    label, of which smoothing gives each column its share; in the padding it is 0. For the loss
+    of row i these are 1 and -1.
 
     Args:
-        spec: as of `head_loss`, and so are labels and tail.
+        spec, labels, tail: as in `head_loss`.
         scale, hot: [rows], float32, contiguous; of all rows, also those whose label is ignored.
         logits, sums: of `head_loss_kept`.
-        gradient: [rows, pitch], of the logits' dtype; rows adjacent, each aligned to 16 bytes.
+        gradient: [rows, pitch], of the logits' dtype; elements of a row adjacent, rows aligned to
+            16 bytes.
 
     Raises:
         BuildError: the kernel does not compile or load.

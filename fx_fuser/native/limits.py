@@ -1,4 +1,4 @@
-"""A GPU's limits, as far as they are modelled and not measured.
+"""A GPU's limits, as far as they are modelled rather than measured.
 
 Whatever can be timed is timed on the GPU itself (`fx_fuser.planning.timing`). These numbers decide
 what is worth timing, and convert bytes that no timed kernel moves into time.
@@ -18,7 +18,7 @@ class Limits:
     """multiprocessors: how many. bandwidth: bytes/s of a pointwise kernel among others.
 
     copy, fp32: bytes/s and FLOP/s that the library's fp32 gemm reaches at best: upper bounds.
-    balance: 16-bit FLOP of its tensor cores a byte of its memory, by an H200's.
+    balance: its tensor cores' 16-bit FLOP per byte of memory traffic, relative to an H200's.
     """
 
     multiprocessors: int
@@ -28,16 +28,16 @@ class Limits:
     balance: float = 1.0
 
 
-LEAST_SHARED = 99 << 10  # bytes that a block may have on each GPU from sm_80 on
+LEAST_SHARED = 99 << 10  # bytes that a block may have on every GPU from sm_80 on
 H200 = Limits(multiprocessors=132, bandwidth=3e12, copy=4e12, fp32=50e12)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known of a compute capability: data sheets' numbers, of its fastest GPU.
+    """What is known about a compute capability: data-sheet numbers of its fastest GPU.
 
-    lanes: of fp32, a multiprocessor's. clock: Hz. memory: bytes/s. tensor: dense 16-bit FLOP/s,
-    with fp32 sums. stage: cycles of the split gemm's stage by mma.sync, predicted (docs/gpus.md).
+    lanes: fp32 lanes of a multiprocessor. clock: Hz. memory: bytes/s. tensor: dense 16-bit FLOP/s,
+    with fp32 sums. stage: cycles of a split gemm's stage with mma.sync, predicted (docs/gpus.md).
     """
 
     lanes: int
@@ -59,7 +59,7 @@ _OTHERS = {
 
 @functools.cache
 def of(device: torch.device) -> Limits:
-    """The limits of a CUDA device; without CUDA, and on Hopper but for its size, an H200's."""
+    """The limits of a CUDA device; without CUDA, and on Hopper except for its size, an H200's."""
     if not torch.cuda.is_available():
         return H200
     count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -70,7 +70,7 @@ def of(device: torch.device) -> Limits:
 
 
 def _in_proportion(here: Architecture, count: int, clock: float, memory: float) -> Limits:
-    """An H200's rates, in the proportion of these figures to its own."""
+    """An H200's rates, scaled by the ratio of these figures to its own."""
     wider = memory / _HOPPER.memory
     faster = here.lanes * count * clock / (_HOPPER.lanes * H200.multiprocessors * _HOPPER.clock)
     return Limits(
@@ -85,12 +85,12 @@ def _in_proportion(here: Architecture, count: int, clock: float, memory: float) 
 def split_rates(capability: tuple[int, int], figures: Sequence[int]) -> list[float]:
     """`SplitRates` of kernels_cu/host/split_plan.h, which says what they are.
 
-    An H200's were measured (kernels_cu/linear/NOTES.md). Elsewhere a stage is one of mma.sync, of
+    An H200's were measured (kernels_cu/linear/NOTES.md). Elsewhere a stage is one of mma.sync, with
     half as much of k. GeForce's tensor cores are half as fast as those of other GPUs of their
-    capability, which no figure tells.
+    capability, which no figure shows.
 
-    figures: as the driver gives them, 0 where it does not: multiprocessors, kHz, and the memory's
-    kHz and bits, of which it moves two a pin and cycle.
+    figures: as the driver gives them, 0 if it does not: multiprocessors, kHz, and the memory's kHz
+    and bus width in bits, at two transfers per pin and cycle.
     """
     count, khz, memory_khz, bits = figures
     stage, overhead, gpu = 1.2e-6, 3e-6, replace(H200, multiprocessors=count)
@@ -100,5 +100,5 @@ def split_rates(capability: tuple[int, int], figures: Sequence[int]) -> list[flo
         clock = 1e3 * khz or _HOPPER.clock
         gpu = _in_proportion(here, count, clock, 250 * memory_khz * bits or _HOPPER.memory)
         stage, overhead = 2 * here.stage / clock, overhead * _HOPPER.clock / clock
-    # cuBLAS's fp32 gemm, where it is large, has 48 of the 50 TFLOP/s that it reaches at best.
+    # Large fp32 gemms of cuBLAS sustain 48 of the 50 TFLOP/s that it reaches at best.
     return [count, stage, overhead, gpu.bandwidth, 0.96 * gpu.fp32, gpu.copy]

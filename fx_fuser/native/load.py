@@ -22,11 +22,11 @@ _lock = threading.RLock()
 _kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
 _batch_stats: dict[int, int] = {}  # device index → handle
 _expected: Callable[[], Sequence[str]] | None = None
-NO_KERNEL = 0  # the handle where the device has no such kernel
+NO_KERNEL = 0  # the handle if the device has no such kernel
 
 
 def available(device: torch.device | str | int) -> str | None:
-    """None if kernels can be built for and run on `device`, else the reason in words."""
+    """None if kernels can be built for and run on `device`, otherwise the reason in words."""
     device = torch.device(device)
     if device.type != "cuda":
         return f"{device} is not a CUDA device"
@@ -108,7 +108,7 @@ def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[Kernel
 
 
 def not_built(specs: Sequence[KernelSpec], device: torch.device) -> dict[KernelSpec, list[str]]:
-    """The specs that `build` would have to compile something for, and which texts."""
+    """The specs for which `build` would have to compile something, and the texts."""
     wanted = [spec for spec in not_loaded(specs, device) if runs_on(spec, device)]
     texts = texts_of(wanted)
     built = dict(zip(texts, binaries.are_built(texts, binaries.arch_of(device)), strict=True))
@@ -147,7 +147,7 @@ def prepare_batch_stats(device: torch.device) -> int:
         if index not in _batch_stats:
             load_shim()
             path = binaries.cubin(binaries.batch_stats_source(), binaries.arch_of(device))
-            name = "batch_stats"  # of their family, and their only one
+            name = "batch_stats"  # also the name of their family
             _batch_stats[index] = _loaded_on(index, name, name, [str(path)], [])
         return _batch_stats[index]
 
@@ -174,13 +174,13 @@ def load_shim() -> None:
 
 
 def driver_address() -> int:
-    """Address of the CUDA driver's function that finds the others; torch has loaded the driver."""
+    """Address of the CUDA driver function that finds the others; torch has loaded the driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     return ctypes.cast(driver.cuGetProcAddress_v2, ctypes.c_void_p).value or 0
 
 
 def _check_contract() -> None:
-    """Compares what C++ assumes of Python with what Python has."""
+    """Compares what C++ assumes about Python with what Python has."""
     if _expected is None:
         return
     found = torch.ops.fx_fuser_native.contract.default()

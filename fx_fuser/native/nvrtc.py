@@ -1,7 +1,7 @@
 """NVRTC as a program: `nvrtc.py LIBRARY SOURCE TARGET OPTION...`.
 
-Each source has a process of its own, as with nvcc: ninja runs several at once, and a build may be
-killed. It runs as a file, by `python -I -S`: as a module of fx_fuser it would import torch, which
+Each source has its own process, as with nvcc: ninja runs several at once, and a build may be
+killed. It runs as a file, with `python -I -S`: as a module of fx_fuser it would import torch, which
 takes longer than most kernels take to compile.
 """
 

@@ -1,14 +1,14 @@
 """A folder of binaries and timings, keyed by everything that goes into them.
 
-One folder serves every process and version side by side. An entry is `<key><suffix>`; beside it,
+One folder serves every process and version. An entry is `<key><suffix>`; next to it,
 `<key>.json` has the sha256 of its bytes. An entry that does not match is built again. Builders hold
 file locks, work in a temporary folder and rename into place, so a build killed at any point leaves
 nothing that looks like an entry. A timing is `plans/<key>.json`.
 
-The folder is one of fx_fuser's own below the user's, who may keep other things there. What is
-counted, listed or removed is a file of exactly such a name, never a link.
+The folder is fx_fuser's own, below the user's, where other things may be kept. Only files with
+exactly such a name, and never links, are counted, listed or removed.
 
-What is loaded runs in this process, and a timing decides what does. So a folder or a file is used
+Binaries from it run in this process, and a timing decides which. So a folder or a file is used
 only if it belongs to this user or to root and nobody else may write to it; new folders are created
 that way.
 """
@@ -40,13 +40,13 @@ log = logging.getLogger("fx_fuser.native.store")
 
 T = TypeVar("T")
 
-OWN = "fx_fuser-v1"  # another number, where names or contents come to mean something else
+OWN = "fx_fuser-v1"  # changes if names or contents change their meaning
 PLANS = "plans"
 SUFFIXES = (".cubin", ".so")  # of binaries
 _ENTRY = re.compile(r"[0-9a-f]{32}(\.cubin|\.so|\.json)")
 _TIMING = re.compile(r"[0-9a-f]{32}\.json")
 _WORK = re.compile(r"tmp-([0-3][0-9a-f])-[a-z0-9_]{8}")  # `tempfile.mkdtemp` makes up the end
-_PARTIAL = "partial"  # a timing on its way; one at a time, so that none is left behind
+_PARTIAL = "partial"  # a timing being written; one at a time, so that none is left behind
 
 _SHARDS = 64
 _builds = 0
@@ -61,7 +61,7 @@ class _UntrustedError(Exception):
 def cache_dir() -> Path:
     """fx_fuser's own folder in $FX_FUSER_CACHE_DIR, or in fx_fuser in $XDG_CACHE_HOME or ~/.cache.
 
-    Of a user without a home, as in some containers, a temporary one of this process.
+    For a user without a home, as in some containers, a temporary one of this process.
     """
     if chosen := os.environ.get("FX_FUSER_CACHE_DIR"):
         return Path(chosen).absolute() / OWN
@@ -94,7 +94,7 @@ def holds(job: Job) -> bool:
 
 
 def recall(name: str) -> str | None:
-    """What `remember` was told under this name, which is a key."""
+    """What `remember` stored under this name, which is a key."""
     for folder in _readable():
         path = folder / PLANS / f"{name}.json"
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -107,13 +107,13 @@ def recall(name: str) -> str | None:
 
 
 def remember(name: str, text: str) -> None:
-    """Atomic. What cannot be written anywhere, the next process does not know."""
+    """Atomic. If it cannot be written anywhere, the next process does not know it."""
     with contextlib.suppress(OSError):
         _in_some_folder(lambda folder: _put(folder, f"{name}.json", text))
 
 
 def unused_because(folder: Path) -> str:
-    """Why nothing is read from this cache folder; empty if it is."""
+    """Why this cache folder is not read; empty if it is."""
     try:
         _check_folder(folder)
     except _UntrustedError as error:
@@ -124,7 +124,7 @@ def unused_because(folder: Path) -> str:
 
 
 def distrust(path: Path) -> str:
-    """Why nothing may be loaded from there; empty if it may, or if there is nothing."""
+    """Why nothing may be loaded from there; empty if it may, or if nothing is there."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -162,20 +162,20 @@ def _make(folder: Path) -> None:
 
 
 def _in_some_folder(action: Callable[[Path], T]) -> T:
-    """The action in the cache folder or, where that cannot be written to or trusted, in a temporary
-    one of this process, with a warning."""
+    """Run the action in the cache folder or, if that cannot be written to or trusted, in a
+    temporary one of this process, with a warning."""
     folder = cache_dir()
     try:
         _check_folder(folder)
         if not folder.exists():
             _make(folder)
-            _check_folder(folder)  # somebody else may have made it meanwhile
+            _check_folder(folder)  # another process may have made it meanwhile
         return action(folder)
     except _UntrustedError as error:
         _warn_untrusted(error.path, error.reason)
     except OSError as error:  # read-only, full, without locks...
         _warn_fallback(folder, _meaning(error))
-    _make(_fallback_dir())  # which somebody may have removed
+    _make(_fallback_dir())  # it may have been removed
     return action(_fallback_dir())
 
 
@@ -193,7 +193,7 @@ def _fallback_dir() -> Path:
     made, owner = Path(tempfile.mkdtemp(prefix="fx_fuser-")).resolve(), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # and no child that was forked since
+        if os.getpid() == owner:  # not a child that was forked since
             shutil.rmtree(made, ignore_errors=True)
 
     atexit.register(remove)
@@ -210,7 +210,7 @@ def _meaning(error: OSError) -> str:
 def _warn_homeless(user: int) -> None:
     log.warning(
         "there is no folder to keep binaries in: HOME is not set and user %d has no entry in "
-        "passwd; binaries of this process go to a temporary folder and are built again next time. "
+        "passwd; this process's binaries go to a temporary folder and are built again next time. "
         "Set FX_FUSER_CACHE_DIR to a writable folder.",
         user,
     )
@@ -219,8 +219,8 @@ def _warn_homeless(user: int) -> None:
 @functools.cache
 def _warn_fallback(folder: Path, reason: str) -> None:
     log.warning(
-        "cannot use the cache folder %s (%s); binaries of this process go to a temporary folder "
-        "and are built again next time. Set FX_FUSER_CACHE_DIR to a folder that can be written to.",
+        "cannot use the cache folder %s (%s); this process's binaries go to a temporary folder "
+        "and are built again next time. Set FX_FUSER_CACHE_DIR to a writable folder.",
         folder,
         reason,
     )
@@ -229,15 +229,15 @@ def _warn_fallback(folder: Path, reason: str) -> None:
 @functools.cache
 def _warn_untrusted(path: Path, reason: str) -> None:
     log.warning(
-        "nothing is loaded from %s: %s. Binaries of this process are built anew; to use it, see "
-        "that it is yours and `chmod go-w` it, or set FX_FUSER_CACHE_DIR to another folder.",
+        "nothing is loaded from %s: %s. This process builds its binaries again; to use the folder, "
+        "make sure that you own it and run `chmod go-w` on it, or set FX_FUSER_CACHE_DIR.",
         path,
         reason,
     )
 
 
 def _is_distrusted(path: Path) -> bool:
-    """With a warning."""
+    """Is it distrusted?  Then warns."""
     if reason := distrust(path):
         _warn_untrusted(path, reason)
     return bool(reason)
@@ -296,9 +296,9 @@ def _build(folder: Path, missing: Sequence[Job]) -> None:
         for job in built:
             manifest = {"sha256": _digest(job.binary(work).read_bytes())}
             _manifest(work, job).write_text(json.dumps(manifest))
-            for path in (job.binary(work), _manifest(work, job)):  # whatever the umask
+            for path in (job.binary(work), _manifest(work, job)):  # independent of the umask
                 path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
-            # The manifest last: until it is there, the binary is no entry.
+            # The manifest last: until it is there, the binary is not an entry.
             os.replace(job.binary(work), job.binary(folder))
             os.replace(_manifest(work, job), _manifest(folder, job))
     finally:
@@ -348,12 +348,12 @@ def timings(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Files of these names; links are not fx_fuser's, and none is followed."""
+    """Files with these names; links are not fx_fuser's, and are not followed."""
     return [Path(e) for e in _scan(folder, pattern) if e.is_file(follow_symlinks=False)]
 
 
 def _work_folders(folder: Path) -> list[tuple[Path, str]]:
-    """Those of builds that run or were killed, and the lock that the builder holds."""
+    """Folders of builds that run or were killed, and the lock that the builder holds."""
     found = [e for e in _scan(folder, _WORK) if e.is_dir(follow_symlinks=False)]
     return [(Path(e), e.name.split("-")[1]) for e in found]
 
@@ -367,7 +367,7 @@ def _scan(folder: Path, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
 
 
 def clear(folder: Path) -> int:
-    """Remove what fx_fuser put into the folder, while nobody builds; returns how many files.
+    """Remove what fx_fuser put into the folder, while no build runs; returns how many files.
 
     Raises:
         OSError: something cannot be removed.
@@ -389,7 +389,7 @@ def clear(folder: Path) -> int:
 
 
 def _shard(job: Job) -> str:
-    """The lock of a key: one of many, so that builds of other keys need not wait."""
+    """The lock of a key: one of several, so that builds of other keys need not wait."""
     return f"{int(job.key[:2], 16) % _SHARDS:02x}"
 
 
@@ -411,6 +411,6 @@ def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
         for shard in sorted(set(shards)):
             lock = held.enter_context(_open_lock(folder, shard))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Closing does not free it if a process was forked meanwhile and has it open.
+            # Closing does not release it if a process forked meanwhile has it open.
             held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield

@@ -1,4 +1,4 @@
-"""Apply an epilogue to an anchor's outputs: as the kernel of a main loop, or in torch ops.
+"""Apply an epilogue to an anchor's outputs: as a main loop's kernel, or in torch ops.
 
 Names are bound to values here. The *leaves* of a fused computation are those of the anchor's z
 (`Anchor.leaves`), then the epilogue's tensors t0… and numbers s0….
@@ -98,7 +98,7 @@ def finish(
 
 
 def is_host_scalar(value: Any) -> bool:
-    """Is it a kernel's number argument: a number, or a 0-d CPU tensor beside CUDA tensors?"""
+    """Is it a kernel's number argument: a number, or a 0-d CPU tensor among CUDA tensors?"""
     return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
 
 
@@ -113,7 +113,7 @@ def spec_of(
     """The kernel of this epilogue and family.
 
     Order of its tensors: leaves, t. Order of its numbers: those among the leaves, s, the 0-d CPU
-    tensors of t. kernels_cu/host/linear.h and conv.h have the same.
+    tensors of t. kernels_cu/host/linear.h and conv.h use the same order.
     """
     tensors = {n: v.dtype for n, v in leaves.items() if isinstance(v, Tensor)}
     numbers = [n for n, v in leaves.items() if not isinstance(v, Tensor)]
@@ -139,8 +139,8 @@ def forward_specs(
 ) -> list[KernelSpec]:
     """The kernels that the anchor's op launches; none if the library's c is the result.
 
-    operands, t: only dtypes, ranks and devices matter, and for `families` a convolution's weight's
-    shape. c: its dtype.
+    operands, t: only dtypes, ranks and devices matter, and for `families` the shape of a
+    convolution's weight. c: its dtype.
     """
     loops = families(operands, config)
     z = anchor.z(operands, config)
@@ -158,8 +158,8 @@ def forward_specs(
 def backward_of(
     epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float]
 ) -> tuple[Epilogue, list[Tensor], list[float]] | None:
-    """The epilogue that computes dz from dy, and the tensors and numbers that it reads, renamed t0…
-    and s0…. None if dz depends on z.
+    """The epilogue that computes dz from dy, and the tensors and numbers that it reads, renamed to
+    t0… and s0…. None if dz depends on z.
     """
     slope = linear_backward(epilogue)
     if slope is None:
@@ -178,9 +178,9 @@ def backward_spec(
     s: Sequence[float],
     dtype: torch.dtype,
 ) -> KernelSpec | None:
-    """The kernels of a convolution's backward, dtype being that of dy and the convolution.
+    """The kernels of a convolution's backward. dtype: of dy and the convolution.
 
-    None if the epilogue's derivative depends on z, or is not one number a channel.
+    None if the epilogue's derivative depends on z, or is not one number per channel.
     """
     found = backward_of(epilogue, t, s)
     if found is None:

@@ -1,28 +1,28 @@
-"""Attention in a form that one of torch's fused kernels takes, as an op that autograd sees through.
+"""Attention in a form that torch's fused kernels take, as an op that autograd sees through.
 
-Where no kernel takes its arguments, `scaled_dot_product_attention` is its formula: two fp32 gemms
+If no kernel takes its arguments, `scaled_dot_product_attention` runs as its formula: two fp32 gemms
 without tensor cores and a softmax between them. In ViT-B (6 layers, 64 images, bf16) these take
 2.8 ms, cuDNN's kernel 0.26 (H100, torch 2.11, 2026-11-26). Often only the form is in the way: a
-mask whose last dimension is expanded, or comes last but one in memory, three or five dimensions,
-heads of a size that is no multiple of 8.
+mask whose last dimension is expanded or is not the last in memory, three or five dimensions, heads
+whose size is not a multiple of 8.
 
-Rows of a mask that no kernel is given as they are, by their largest number m:
+Some rows of a mask are not given to a kernel as they are. By their largest number m:
 
-- m = -inf, or no key of a mask of bool is shown. The formula's result is 0. torch promises that of
-  no kernel: the keys are shown, and the result is set to 0.
+- m = -inf, or a bool mask shows no key. The formula's result is 0. torch does not promise that for
+  any kernel: the keys are shown, and the result is set to 0.
 - |m| > 2^10. What a kernel keeps for backward is m + log(S), in which log(S) loses digits. softmax
   does not change with m, so m is subtracted. In 16 bits that is exact from m to 2 m, or to m / 2;
   a key beyond has a score of 512 less.
-- m finite and |m| >= 2^43. Scores are lost beside m, in fp32 and in float64: the keys that have m
-  share the row evenly. `finfo.min` that hides all keys is such a case; a kernel may make NaN of it
-  (https://github.com/pytorch/pytorch/issues/110213), and the backward of torch's for a CPU takes
-  each probability for 1. m is subtracted, and in such a row q is 0. In training q and k still need
+- m finite and |m| >= 2^43. Added to m, scores are lost, in fp32 and in float64: the keys that have
+  m share the row evenly. An example is `finfo.min` that hides all keys. A kernel may make NaN of it
+  (https://github.com/pytorch/pytorch/issues/110213), and torch's CPU backward takes each
+  probability for 1. m is subtracted, and in such a row q is 0. In training q and k still need
   gradients, which a kernel does not give for a q of 0. So heads are twice as large,
   [q - q, q] · [k, k - k], where autograd takes each difference for q or k alone.
-- m is NaN or +inf: the result is NaN, whatever the kernel made.
+- m is NaN or +inf: the result is NaN, whatever the kernel computed.
 
-What kernels take is written in torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch
-2.11 to 2.15). `why_formula` says when neither flash's nor the memory-efficient kernel does; what
+torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp says what kernels take (torch 2.11 to
+2.15). `why_formula` says when neither flash nor the memory-efficient kernel takes the call; what
 cuDNN takes, one of these takes as well.
 """
 
@@ -36,10 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LANES = 8  # a head's size is to be a multiple, and so is a mask's pitch
-_LARGEST_HEAD = 256  # of flash
-_FAR = 2.0**10  # what a row's largest number may be beside log(S)
-_ABSORBING = 2.0**43  # fp32 keeps multiples of 2^20 beside it, float64 of 2^-9
+_LANES = 8  # a head's size and a mask's pitch must be multiples
+_LARGEST_HEAD = 256  # flash's
+_FAR = 2.0**10  # the largest row maximum that log(S) may be added to
+_ABSORBING = 2.0**43  # next to it fp32 resolves 2^20, float64 2^-9
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Attention:
     query: Any  # [*, L, D]
     key: Any  # [*, S, D]
     value: Any  # [*, S, E]
-    # Of bool, or numbers that the query's dtype has; [L, S], or what spreads to [*, L, S].
+    # bool, or numbers in the query's dtype; [L, S], or what broadcasts to [*, L, S].
     mask: Any = None
     dropout: Any = 0.0
     causal: Any = False
     scale: Any = None
     gqa: Any = False
     absorbs: bool = True  # may a row of the mask have a largest number that is not `moderate`?
-    rows: Any = None  # of the mask, as `attention_rows` has them, if `attention_mask` has made it
+    rows: Any = None  # of the mask, as `attention_rows` returns them, if `attention_mask` made it
 
     def run(self) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -65,7 +65,7 @@ class Attention:
         )  # fmt: skip
 
     def arguments(self) -> tuple[Any, ...]:
-        """Of the op."""
+        """The op's arguments."""
         parts = self.query, self.key, self.value, self.mask
         flags = self.dropout, self.causal, self.scale, self.gqa, self.absorbs
         return *parts, *flags, self.rows
@@ -73,14 +73,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class Rows:
-    """[*, L, 1] of bool: the rows of a result that count, the others being 0, and those that are
-    NaN."""
+    """[*, L, 1] of bool. shown: the rows of a result that count; the others are 0. broken: those
+    that are NaN."""
 
     shown: Tensor
     broken: Tensor | None = None
 
     def settled(self, made: Tensor) -> Tensor:
-        # As masked_fill, whose gradient is contiguous whatever strides it is given.
+        # Not masked_fill, whose gradient is contiguous whatever strides it is given.
         made = torch.where(self.shown, made, 0.0)
         if self.broken is None:
             return made
@@ -90,12 +90,12 @@ class Rows:
 
 
 def moderate(number: float) -> bool:
-    """Are scores not lost beside it?"""
+    """Are scores that are added to it not lost?"""
     return abs(number) < _ABSORBING
 
 
 def why_formula(call: Attention) -> str:
-    """Why no fused kernel takes these tensors of 16 bits; empty if one does."""
+    """Why no fused kernel takes these 16-bit tensors; empty if one does."""
     tensors = {"query": call.query, "key": call.key, "value": call.value, "mask": call.mask}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for name, tensor in tensors.items():
@@ -110,16 +110,16 @@ def why_formula(call: Attention) -> str:
     heads = (call.query.shape[-1], call.value.shape[-1])
     for head in heads:
         if not _is_for_flash(call) and head % _LANES:
-            return f"a head of size {head} is no multiple of {_LANES}"
+            return f"its head size {head} is not a multiple of {_LANES}"
     for name in ("query", "key", "value"):
         if _is_askew(tensors[name], call):
-            return f"its {name} begins between two multiples of 16 bytes"
+            return f"its {name} is not aligned to 16 bytes"
     return ""
 
 
 def _is_askew(tensor: Tensor, call: Attention) -> bool:
-    """For the memory-efficient kernel, the only one that takes a mask that is to have a gradient.
-    What autocast casts begins anew."""
+    """For the memory-efficient kernel, the only one that takes a mask that needs a gradient. What
+    autocast casts is a new, aligned tensor."""
     trained = call.mask is not None and call.mask.requires_grad
     return trained and tensor.itemsize == 2 and bool(tensor.storage_offset() % _LANES)
 
@@ -130,10 +130,10 @@ def _is_for_flash(call: Attention) -> bool:
 
 
 def fitted(call: Attention) -> tuple[Attention, Rows | None]:
-    """The same attention of four dimensions, with what else kernels ask for; and what is still to
-    be done to rows of its result. None: nothing.
+    """The same attention in four dimensions, with whatever else kernels need; and what remains to
+    be done to rows of its result, or None.
 
-    Its heads may be larger, with zeros behind; so is its result.
+    Its heads may be larger, with zeros at the end; so is its result then.
     """
     q, k, v = call.query, call.key, call.value
     lead = lead_of(call)
@@ -168,18 +168,18 @@ def form(call: Attention) -> tuple[Tensor, Tensor]:
 
 
 def arguments_of_rows(call: Attention) -> tuple[Any, Any, Any]:
-    """Of `rows_of`, and the first of `mask_of`."""
+    """Those of `rows_of`, and the first ones of `mask_of`."""
     return call.mask, lead_of(call), _dtype_within(call.query)
 
 
 def lead_of(call: Attention) -> list[int] | None:
-    """The sizes before the last two, of an attention that has not four dimensions."""
+    """The sizes before the last two, of an attention that does not have four dimensions."""
     parts = call.query, call.key, call.value
     return None if parts[0].ndim == 4 else [*torch.broadcast_shapes(*(t.shape[:-2] for t in parts))]
 
 
 def _dtype_within(query: Tensor) -> torch.dtype:
-    """Of the query and of a mask that adds numbers, within torch's attention."""
+    """The dtype of the query, and of a mask that adds numbers, within torch's attention."""
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
@@ -201,32 +201,32 @@ def _mask_of_four(mask: Tensor, lead: Sequence[int] | None) -> Tensor:
 
 
 def _once(mask: Tensor) -> Tensor:
-    """Of what is expanded before the last dimension, one."""
+    """One slice of each dimension before the last that is expanded."""
     for dim in range(3):
         mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
     return mask
 
 
 def _shows_all_or_nothing(few: Tensor) -> bool:
-    """In each of its rows."""
+    """Does each row show all keys or none?"""
     return few.stride(-1) == 0 or few.shape[-1] == 1
 
 
 def rows_of(mask: Tensor, lead: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """[*, L, 1]: of bool, whether a row shows any key; of numbers, a row's largest, in fp32."""
+    """[*, L, 1]: for bool, whether a row shows any key; for numbers, a row's largest, in fp32."""
     few = _once(_mask_of_four(mask, lead))
     if few.dtype is torch.bool:
         return few[..., :1] if _shows_all_or_nothing(few) else few.any(-1, keepdim=True)
-    # In fp32: the C++ that Inductor writes for several of 16 bits does not compile (torch 2.15).
+    # In fp32: the C++ that Inductor writes for several in 16 bits does not compile (torch 2.15).
     return few.to(dtype).detach().float().amax(-1, keepdim=True)
 
 
 def mask_of(
     mask: Tensor, lead: Sequence[int] | None, dtype: torch.dtype, rows: Tensor, keys: int
 ) -> Tensor:
-    """[*, L, S], the last dimension adjacent in memory: of bool, without rows that hide all;
-    [*, L, 1] if each row shows all or nothing. Of numbers, rows apart by a multiple of 16 bytes,
-    the largest of a row near 0. What is expanded stays expanded.
+    """[*, L, S], the last dimension adjacent in memory. For bool, no row hides all; [*, L, 1] if
+    each row shows all or nothing. For numbers, the pitch of rows is a multiple of 16 bytes and the
+    largest of a row is near 0. What is expanded stays expanded.
     """
     whole = _mask_of_four(mask, lead)
     few = _once(whole)
@@ -241,10 +241,10 @@ def mask_of(
 
 def _fitting_bias(few: Tensor, largest: Tensor, keys: int) -> Tensor:
     far = largest.masked_fill(largest.abs() <= _FAR, 0.0).to(few.dtype)
-    few = few - far  # NaN where that is no number
+    few = few - far  # NaN where `far` is not finite
     few = few.masked_fill(largest == -torch.inf, 0.0)
     few = few.expand(*few.shape[:-1], keys).contiguous()
-    if keys % _LANES:  # as torch would do, but here Inductor writes it once
+    if keys % _LANES:  # torch would do this, but here Inductor writes it once
         few = F.pad(few, (0, -keys % _LANES))[..., :keys]
     return few
 
@@ -265,7 +265,7 @@ def _without_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _match_grad_strides(made: Tensor) -> None:
-    """Its gradient gets its strides before a kernel's backward reads it.
+    """Gives its gradient the same strides before a kernel's backward reads it.
 
     torch 2.11 caches cuDNN's backward by the strides of q, k and v alone (`MHAParams` in
     aten/src/ATen/native/cudnn/MHA.cpp): a gradient with other strides than the first one had is
@@ -305,20 +305,20 @@ def _define(name: str, schema: str, function: Any) -> Any:
     return getattr(torch.ops.fx_fuser, name).default
 
 
-# `scaled_dot_product_attention`, in a form that a fused kernel takes. The last two as of
-# `Attention`.
+# `scaled_dot_product_attention`, in a form that a fused kernel takes. The last two arguments are
+# those of `Attention`.
 ATTENTION = _define(
     "attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, "
     "float? scale, bool gqa, bool absorbs=True, Tensor? rows=None) -> Tensor",
     _attention,
 )
-# What is made of a mask. Layers that have one in common share it: Inductor would make it anew in
-# each of them where there is no backward.
+# What is made of a mask. Layers with the same mask share it: where there is no backward, Inductor
+# would make it again in each of them.
 ROWS = _define("attention_rows", "(Tensor mask, int[]? lead, ScalarType dtype) -> Tensor", rows_of)
 MASK = _define(
     "attention_mask",
     "(Tensor mask, int[]? lead, ScalarType dtype, Tensor rows, int keys) -> Tensor",
     mask_of,
 )
-OPS = {ATTENTION: _attention, ROWS: rows_of, MASK: mask_of}  # and what they run
+OPS = {ATTENTION: _attention, ROWS: rows_of, MASK: mask_of}  # op → what it runs

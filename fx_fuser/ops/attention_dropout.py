@@ -1,4 +1,4 @@
-"""Which weights of attention dropout takes: a function of seed, head, query and key alone.
+"""Which of attention's weights dropout drops: a function of seed, head, query and key alone.
 
 The same as kernels_cu/attention/attention_dropout.cuh, number by number, on any device: so forward
 and backward agree, and so do kernels and torch's operations.
@@ -18,22 +18,22 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 7  # as kernels_cu/common/philox.cuh says
-_BLOCK = 16  # queries, and keys: calls are for parts of them
+_BLOCK = 16  # queries or keys: a kernel's calls cover parts of them
 
 
 def factors(
     seed: Tensor, heads: int, queries: int, keys: int, dropout: float, dtype: torch.dtype
 ) -> Tensor:
-    """[heads, queries, keys]: 0 of weights that are dropped, 1 / (the share that is not) else."""
+    """[heads, queries, keys]: 0 for dropped weights, otherwise 1 / (the share that is kept)."""
     steps = attention.steps_of(dropout)
     numbers = _numbers(seed, heads, -(-queries // _BLOCK), -(-keys // _BLOCK))
     kept = numbers[:, :queries, :keys] >= steps
-    # Where all are dropped there is none that a factor would be for.
+    # If all are dropped, no weight needs a factor.
     return kept.to(dtype) * (attention.DROPOUT_STEPS / max(attention.DROPOUT_STEPS - steps, 1))
 
 
 def _numbers(seed: Tensor, heads: int, row_blocks: int, column_blocks: int) -> Tensor:
-    """Below DROPOUT_STEPS, of all heads' blocks of queries and keys."""
+    """Numbers below DROPOUT_STEPS for all heads' blocks of queries and keys."""
     seed = seed.reshape(())
     to = functools.partial(torch.arange, device=seed.device)
     query = to(row_blocks)[:, None] * _BLOCK + to(8)
@@ -45,7 +45,7 @@ def _numbers(seed: Tensor, heads: int, row_blocks: int, column_blocks: int) -> T
         torch.zeros_like(seed),
     ]
     words = philox((seed & _WORD, seed >> 32 & _WORD), counter)
-    # [head, block, 8 queries, block, 4 pairs of keys]: of queries 8i and keys 8j further on.
+    # [head, block, 8 queries, block, 4 pairs of keys]: for queries 8i and keys 8j further on.
     halves = [torch.stack((word, word >> 16), -1) for word in words]
     numbers = torch.stack((torch.stack(halves[:2], 4), torch.stack(halves[2:], 4)), 2)
     whole = numbers.reshape(heads, row_blocks * _BLOCK, column_blocks * _BLOCK)

@@ -1,14 +1,14 @@
-"""fp32 attention by fp16 halves, as graphs call it: two functions of `fx_fuser::run`.
+"""fp32 attention with fp16 halves, as graphs call it: two functions of `fx_fuser::run`.
 
-`attention` makes what `aten._scaled_dot_product_efficient_attention` does, `attention_backward`
-what its backward does, in the same layouts. Each reads what the other of torch's has saved: out,
-and each row's logarithm of the sum of exponentials, which has rows to a multiple of 32, infinity
-beyond the queries. A head of keys and values may be for several neighbouring ones of queries.
+`attention` computes what `aten._scaled_dot_product_efficient_attention` does, `attention_backward`
+what its backward does, in the same layouts. Each reads what torch's other one has saved: out, and
+each row's log-sum-exp, whose rows are padded to a multiple of 32, with infinity after the queries.
+A head of keys and values may serve several neighbouring heads of queries.
 
-`dropout` is the share of weights that is dropped, `seed`, one number of int64, says which
-(`fx_fuser.ops.attention_dropout`). So they are others than torch's own operations would drop.
+`dropout` is the share of weights that is dropped; `seed`, one int64 number, says which
+(`fx_fuser.ops.attention_dropout`). torch's own operations would drop others.
 
-On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs by torch's, with
+On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs in torch's, with
 dropout by its formula.
 """
 
@@ -28,7 +28,7 @@ from fx_fuser.ops import attention_dropout, run
 
 FORWARD, BACKWARD = "attention", "attention_backward"
 NO_DROPOUT = None, 0.0  # seed and share
-LSE_ROWS = 32  # torch's logarithms have a multiple of so many
+LSE_ROWS = 32  # the rows of torch's log-sum-exp are a multiple of this
 _aten = torch.ops.aten
 
 
@@ -39,7 +39,7 @@ def heads_like(q: Tensor, rows: int) -> Tensor:
 
 
 def of_each_head(q: Tensor, k: Tensor) -> Tensor:
-    """k, or v, of each head of queries; no copy of a single one."""
+    """k, or v, for each head of queries; not copied if each has its own."""
     times = q.shape[1] // k.shape[1]
     if times == 1:
         return k
@@ -55,7 +55,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
 
 
 def factors(q: Tensor, k: Tensor, seed: Tensor | None, dropout: float) -> Tensor | float:
-    """Of each weight: what dropout multiplies it by."""
+    """What dropout multiplies each weight by."""
     if dropout == 0:
         return 1.0
     if seed is None:
@@ -104,7 +104,7 @@ def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     kernel: str, scale: float, causal: bool, seed: Tensor | None = None, dropout: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
-    """dq, and dk and dv of each head of queries."""
+    """dq, and dk and dv for each head of queries."""
     k, v = of_each_head(q, k), of_each_head(q, v)
     if q.is_cuda and dropout == 0:
         torchs = _aten._scaled_dot_product_efficient_attention_backward.default
@@ -124,9 +124,9 @@ def _backward(
 run.define(FORWARD, _forward, _forward_like)
 run.define(BACKWARD, _backward, _backward_like)
 
-# What a function calls whose kernel nobody has loaded: if Inductor's cache has the graph, no pass
-# has seen it. It returns nothing: if the kernel does not build, the function finds none again, and
-# calls torch's from then on.
+# The op that a function calls if its kernel is not loaded: if Inductor's cache had the graph, no
+# pass has seen it. It returns nothing: if the kernel does not build, the function finds none again,
+# and calls torch's from then on.
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _LIBRARY.define("load_attention(Tensor q, str kernel) -> ()")
 

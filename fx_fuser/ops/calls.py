@@ -75,7 +75,7 @@ def kernel_specs(match: Match, choices: Mapping[str, Any]) -> list[KernelSpec]:
 
 
 def may_have_fused_backward(match: Match, kernel: str) -> bool:
-    """`FusedCall.has_fused_backward` of the call that this match becomes."""
+    """`FusedCall.has_fused_backward` for the call that this match becomes."""
     call, t = fused_call(match, {"backward": kernel}), fake_tensors(match)
     c = meta_tensor(match.site.nodes[0])
     nodes = {name: match.site.operands[name] for name in call.anchor.operands}
@@ -87,7 +87,7 @@ def may_have_fused_backward(match: Match, kernel: str) -> bool:
 
 
 def gradients_of(match: Match) -> dict[str, bool]:
-    """Operand of the anchor → is its gradient asked for?  Empty if nothing is to be saved."""
+    """Operand of the anchor → is its gradient needed?  Empty if nothing is to be saved."""
     z: Any = meta_tensor(match.site.node)
     if not z.requires_grad:
         return {}
@@ -97,8 +97,8 @@ def gradients_of(match: Match) -> dict[str, bool]:
 
 
 def gradients_of_tensors(match: Match) -> list[bool]:
-    """For each of the epilogue's tensors: is its gradient asked for?"""
-    result: Any = meta_tensor(match.root)  # parameters ask for theirs under no_grad, too
+    """For each of the epilogue's tensors: is its gradient needed?"""
+    result: Any = meta_tensor(match.root)  # parameters require gradients under no_grad, too
     return [result.requires_grad and tensor.requires_grad for tensor in fake_tensors(match)]
 
 
@@ -108,10 +108,11 @@ def saves(match: Match) -> bool:
 
 
 def saved_only_by_fused(match: Match) -> list[Node]:
-    """The operands that the op keeps for a backward, if it keeps c, where eager mode keeps another
-    value or none.
+    """The operands that the op keeps for a backward, if it keeps c, and for which eager mode keeps
+    another value or none.
 
-    Of the anchor's these are a bias, and an x that eager's Linear copies since its rows lie apart.
+    Among the anchor's these are a bias, and an x that eager's Linear copies because its rows are
+    not contiguous.
     """
     if not saves(match):
         return []

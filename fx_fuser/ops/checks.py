@@ -1,8 +1,8 @@
-"""Is fusing this match safe?  One function a hazard; each returns the node at fault and why.
+"""Is fusing this match safe?  One function per hazard; each returns the node at fault and why.
 
-The fused op stands in the place of the last matched node, computes what all of them computed, and
-has no other effect. Each check guards one way in which that could be false; its docstring says what
-goes wrong without it. Reasons use the user's names and lines.
+The fused op stands in place of the last matched node, computes what all of them computed, and has
+no other effect. Each check guards against one way in which that could be false; its docstring says
+what goes wrong without it. Reasons use the user's names and lines.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def fits_a_kernel(match: Match) -> Fault | None:
     ):
         if count > limit:
             reason = f"its {count} {what} exceed a kernel's limit of {limit}"
-            return Fault(match.root, reason, "compute some of them before")
+            return Fault(match.root, reason, "compute some of them earlier")
     return None
 
 
@@ -122,8 +122,8 @@ def in_place_writes_stay_inside(match: Match) -> Fault | None:
         if other is not None:
             return Fault(
                 node,
-                f"{statement(node)}, works in place on memory that {called(other)} also shows",
-                "use the operation that is not in place, if nothing else is to see the change",
+                f"{statement(node)}, works in place on memory that {called(other)} shares",
+                "use the operation that is not in place, if nothing else needs to see the change",
             )
     return None
 
@@ -134,7 +134,7 @@ def operands_unchanged(match: Match) -> Fault | None:
     `z = lin(x); x.add_(1); return z * sigmoid(z) * 2` came out wrong: the fused op runs last.
     A write to a graph input may reach an operand through an alias that only the caller knows, so
     it is refused too, unless it is an integer counter or BatchNorm's own statistics.
-    What is written before an operand is made is no change of it: `noise.bernoulli_(p).div_(p)`.
+    A write before an operand is made does not change it: `noise.bernoulli_(p).div_(p)`.
     """
     order, matched = match.view.order, storages(match.nodes)
     writers = match.between(match.view.writer_places, most=_MAX_WRITES + 1)
@@ -164,13 +164,13 @@ def _without_write(match: Match, node: Node, written: Node) -> str:
     places = [i for m in storages((written,)) - {None} for i in view.read_at.get(m, ())]
     if not any(start < i <= end for i in places):
         return f"move it below {place_of(match.root)}"
-    return f"change a clone of {called(written)}, if nothing else is to see the change"
+    return f"change a clone of {called(written)}, if nothing else needs to see the change"
 
 
 def seen_as_made(match: Match) -> Fault | None:
     """Something in the graph transposes or resizes a value of the match, or an operand, in place.
 
-    `v.t_(); x @ v` came out as x @ v.t(): what a node says holds for the tensor as it was then.
+    `v.t_(); x @ v` came out as x @ v.t(): a node describes the tensor as it was then.
     """
     reshaped = match.view.reshaped
     memory = storages((*match.operands, *match.nodes)) if reshaped else set()
@@ -182,12 +182,12 @@ def seen_as_made(match: Match) -> Fault | None:
 
 
 def saved_operands_stay(match: Match) -> Fault | None:
-    """Something after the match writes to what a backward of the fused op reads, and eager's does
-    not: what both read raises in both.
+    """Something after the match writes to what a backward of the fused op reads and eager's does
+    not: if both read it, both raise.
 
     `y = gelu(z + r); r.add_(1)`: eager mode saves z + r, the fused op r. Backward raised or, where
     no version counter sees the write (`.data`), had wrong gradients. The same with `z * (r * 0.5)`,
-    where r is the operand, and with an x of which eager's Linear saves a contiguous copy.
+    where r is the operand, and with an x that eager's Linear saves as a contiguous copy.
     """
     found = match.written_after() and match.written_after(calls.saved_only_by_fused(match))
     if found is None:
@@ -224,8 +224,8 @@ def statistics_alone(match: Match) -> Fault | None:
     """Another batch_norm in the graph, or another operand, shares the statistics being updated.
 
     An unfused batch_norm saves them for its backward and updates them without telling autograd; a
-    fused one updates them by `copy_`, which does tell it. One BatchNorm2d called twice, with one of
-    the results scaled, raised in backward.
+    fused one updates them with `copy_`, which does tell it. One BatchNorm2d called twice, with one
+    of the results scaled, raised in backward.
     """
     site = match.site
     mean, var = site.operands.get("running_mean"), site.operands.get("running_var")
@@ -255,7 +255,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def plain_tensors(match: Match) -> Fault | None:
     """A tensor of another class, layout or unknown kind: DTensor, sparse, quantized.
 
-    Of DTensors that have a rule, `graph.prepare.localize` has put the plain local shards here.
+    For DTensors that have a rule, `graph.prepare.localize` has put the plain local shards here.
     A user's own class without `__torch_dispatch__` raised TypeError at the first call.
     """
     for node in (*match.operands, *match.nodes):
@@ -270,7 +270,7 @@ def plain_tensors(match: Match) -> Fault | None:
         if isinstance(node.meta.get("example_value"), (torch.SymFloat, torch.SymInt)):
             return Fault(node, f"{called(node)} is a number that changes from call to call")
         if tensor is None:
-            return Fault(node, f"{called(node)} is no tensor that is known when compiling")
+            return Fault(node, f"{called(node)} is not a tensor that is known when compiling")
         if not isinstance(tensor, FakeTensor) and type(tensor) not in _PLAIN:
             rule = reason_of(match.site.node)
             why = f"not a plain tensor{f', and {rule}' if rule else ''}"
@@ -297,7 +297,7 @@ def known_dtypes(match: Match) -> Fault | None:
 
 
 def _is_wider_number(tensor: torch.Tensor, match: Match) -> bool:
-    """Is it a 0-d float64 beside a narrower anchor?  It does not widen an epilogue, in which
+    """Is it a 0-d float64 with a narrower anchor?  It does not widen an epilogue, in which
     log(exp(100.0)) would then be infinite."""
     z = meta_tensor(match.site.node)
     wide = tensor.ndim == 0 and tensor.dtype == torch.float64
@@ -305,7 +305,7 @@ def _is_wider_number(tensor: torch.Tensor, match: Match) -> bool:
 
 
 def one_device(match: Match) -> Fault | None:
-    """Operands on several devices; a 0-d CPU tensor beside CUDA tensors is legal."""
+    """Operands on several devices; a 0-d CPU tensor among CUDA tensors is legal."""
     device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
     if device.type not in ("cpu", "cuda"):
         return Fault(match.site.node, f"device {device} has no kernels")
@@ -315,7 +315,7 @@ def one_device(match: Match) -> Fault | None:
         scalar = tensor.ndim == 0 and tensor.device.type == "cpu"
         if tensor.device != device and not scalar:
             reason = f"the operand {called(node)} is on {tensor.device}, the anchor on {device}"
-            return Fault(node, reason, f"move it to {device} before")
+            return Fault(node, reason, f"move it to {device} first")
     return None
 
 
@@ -352,7 +352,7 @@ def layout_kept(match: Match) -> Fault | None:
 
 
 def _made_contiguous(match: Match, c: torch.Tensor) -> str:
-    """The name of an operand whose layout wins over that of a row-major c."""
+    """The edit for an operand whose layout takes precedence over that of a row-major c."""
 
     def in_rows(tensor: torch.Tensor) -> bool:
         plain = torch.empty(tensor.shape, device="meta").stride()

@@ -1,10 +1,10 @@
-"""What exported programs call: a function an anchor, `linear_exported` say, for inference.
+"""What exported programs call: a function for each anchor, say `linear_exported`, for inference.
 
-Its arguments are the composite op's, but for `native`. It runs in a process in which nothing was
+Its arguments are the composite op's, without `native`. It runs in a process in which nothing was
 compiled: on CUDA it builds and loads its kernels at its first call, from its own arguments. They
-are the text of `fx_fuser.ops.run`, since AOTInductor's runtime changes some kinds of arguments:
+are the text of `fx_fuser.ops.run`, because AOTInductor's runtime changes some kinds of arguments:
 torch 2.11 a dtype, and all torches from 2.11 to 2.15 an empty list of tensors, which arrives as
-None, and a number that is infinite, which does not arrive at all.
+None, and an infinite number, which does not arrive at all.
 
 The overload's name is for those who did not import fx_fuser: torch tells them that it could not
 find `fx_fuser::run.import_fx_fuser`.
@@ -43,7 +43,7 @@ def arguments(composite: Sequence[Any], kind: str) -> run.Arguments:
 def _run(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
     operands, config, (text, t, s, compute, out) = library.split_arguments(anchor, args)
     device = operands["x"].device.type
-    is_cast = torch.is_autocast_enabled(device)  # around the program, as where it was exported
+    is_cast = torch.is_autocast_enabled(device)  # around the program, as when it was exported
     with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         library.cast(anchor, operands, compute)
         tensors = anchor.kernel_operands(operands, config)
@@ -67,9 +67,9 @@ def _kernel(
     numbers: Sequence[float],
     out: torch.dtype,
 ) -> Kernel | None:
-    """A call of the kernel op, its kernels loaded, that lacks the tensors alone.
+    """A call of the kernel op, with its kernels loaded, that lacks only the tensors.
 
-    None if no kernel can be loaded here, which one warning tells.
+    None if no kernel can be loaded here; then one warning says so.
     """
     forms = tuple(
         v if v is None else (v.dtype, v.device, v.ndim == 0) for v in (*operands.values(), *t)
@@ -91,15 +91,15 @@ def _prepared(
         if reason := kernels.unavailable(device):
             raise BuildError(reason)
         specs = call.specs(operands, t)
-        if not all(load.runs_on(spec, device) for spec in specs):  # they are another GPU's
+        if not all(load.runs_on(spec, device) for spec in specs):  # they are for another GPU
             call.config["product"] = LIBRARY
             specs = call.specs(operands, t)
-        load.load_shim()  # for a library's gemm without a tail there is no kernel
+        load.load_shim()  # a library gemm without a tail has no kernel
         load.prepare(specs, device)
     except BuildError as error:
         warnings.warn(
             f"fx_fuser runs {call.anchor.title} sites of an exported program as torch's own "
-            f"operations, since no kernel can be loaded on {device}: {error}",
+            f"operations, because no kernel can be loaded on {device}: {error}",
             stacklevel=2,
         )
         return None

@@ -5,9 +5,9 @@ and relu, with BatchNorm (evaluation) folded into the weight.
     conv2d_folded   relu(conv2d(x, weight) + bias + addend), or the convolution alone
 
 with scale = gamma / √(var + eps). The graph calls `fold` on the live parameters at each call, so no
-update is missed. `fx_fuser.passes.folding` joins the calls of several layers into one. All that a
-call makes is in one tensor, of which the graph takes views: two tensors a layer were most of what a
-call cost the host (kernels_cu/NOTES.md).
+update is missed. `fx_fuser.passes.folding` joins the calls of several layers into one. A call
+returns one tensor, of which the graph takes views: two tensors per layer were most of a call's host
+time (kernels_cu/NOTES.md).
 
 In training the BatchNorm is frozen: it is in evaluation, and its parameters need no gradient. The
 forward is the same. Backward keeps x, the folded weight and y, and calls the library's convolution
@@ -52,18 +52,18 @@ _LIBRARY.define(
     "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, int[] places, str kernel, "
     "ScalarType out, Tensor after) -> Tensor"
 )
-_ALIGNMENT = 128  # bytes of each part, more than any kernel of the library's asks for
+_ALIGNMENT = 128  # bytes of each part, more than any kernel of the library needs
 
 
 def places_of(weights: Sequence[Tensor], out: torch.dtype) -> list[int]:
-    """Where each layer's weight and shift begin in what `fold` makes, and its size; elements."""
+    """Where each layer's weight and shift begin in the result of `fold`, and its size."""
     unit = _ALIGNMENT // out.itemsize
     sizes = [size for w in weights for size in (w.numel(), w.shape[0])]
     return list(itertools.accumulate((-(-size // unit) * unit for size in sizes), initial=0))
 
 
 def parts_of(made: Tensor, weights: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    """Views of what `fold` makes: each layer's weight and shift."""
+    """Views of the result of `fold`: each layer's weight and shift."""
     found = []
     for i, weight in enumerate(weights):
         strides = make_channels_last_strides_for(weight.shape)
@@ -75,7 +75,7 @@ def parts_of(made: Tensor, weights: Sequence[Tensor], places: Sequence[int]) -> 
 def _layers(
     weights: Sequence[Tensor], vectors: Sequence[Tensor], given: Sequence[int]
 ) -> list[dict[str, Tensor]]:
-    """For each layer its vectors by name."""
+    """The vectors of each layer, by name."""
     rest = iter(vectors)
     return [
         {n: next(rest) for n in _VECTORS if _OPTIONAL.get(n, mask) & mask or n not in _OPTIONAL}
@@ -95,7 +95,7 @@ def fold_in_torch(
     eps: Sequence[float],
     out: torch.dtype,
 ) -> list[Tensor]:
-    """For each layer its folded weight and its shift."""
+    """The folded weight and the shift of each layer."""
     results = []
     for weight, layer, epsilon in zip(weights, _layers(weights, vectors, given), eps):
         acc = accumulation_dtype((weight.dtype, out))
@@ -117,8 +117,8 @@ def _fold(
     out: torch.dtype,
     after: Tensor,
 ) -> Tensor:
-    """after: not read. Without it a scheduler folds the weights of all layers first, and holds
-    them all."""
+    """after: not read. It orders the call: without it a scheduler folds the weights of all layers
+    first, and holds them all."""
     made = weights[0].new_empty(places[-1], dtype=out)
     values = fold_in_torch(weights, vectors, given, eps, out)
     for part, value in zip(parts_of(made, weights, places), values, strict=True):
@@ -177,8 +177,8 @@ def call(
 ) -> Tensor:
     """The result of a site whose product is FOLDED. operands: before autocast's casts.
 
-    Without a relu, of BatchNorm(convolution) alone, the shift is added by an operation that the
-    inner compiler sees; `fx_fuser.passes.folding` moves it on where a site adds the result.
+    Without a relu, for only BatchNorm(convolution), the shift is added by an operation that the
+    inner compiler sees; `fx_fuser.passes.folding` moves it to where a site adds the result.
     """
     fold = functools.partial(_fold_by_op, operands["x"])
     tracked = operands["x"], operands["weight"], *t
@@ -195,7 +195,7 @@ def bound(
     compute: torch.dtype,
     fold: Callable[..., list[Tensor]],
 ) -> Callable[[], Tensor]:
-    """What `call` runs once the weight is folded, by `fold`, called as `fold_in_torch` is."""
+    """What `call` runs once `fold` has folded the weight. fold: called like `fold_in_torch`."""
     weight, bias = operands["weight"], operands["bias"]
     if "running_mean" in operands:
         weight, bias = fold([weight], *_normed(operands, config), compute)

@@ -1,22 +1,22 @@
-"""The cross entropy of a Linear's rows where the logits stay until backward.
+"""The cross entropy of a Linear's rows if the logits stay until backward.
 
     fx_fuser::head_loss.kept(…, logits, labels, …) = cross_entropy(tail(logits), labels)
-    fx_fuser::head_loss.parts(…) = its losses of rows, logsumexp(tail(logits)), tail(logits)[labels]
+    fx_fuser::head_loss.parts(…) = the losses of rows, logsumexp(tail(logits)), tail(logits)[labels]
 
-That is where something else reads the logits as well, and where each row has a loss of its own, or
-a log-sum-exp, so that forward does not know what its gradient is a multiple of. The Linear has
-written the logits once, in its own dtype. Forward reads them for the losses, and keeps two numbers
-of each row. Backward makes their gradient for a piece of rows at a time, and at once its part of
-the gradients of x, weight and bias, as `fx_fuser.ops.head_loss` does in forward. So there is
-neither a copy of the logits in fp32 nor their gradient.
+The logits stay if something else reads them as well, or if each row has its own loss or a
+log-sum-exp, so that forward does not know by what the gradient is scaled. The Linear has written
+the logits once, in its own dtype. Forward reads them for the losses, and keeps two numbers per row.
+Backward makes their gradient for a piece of rows at a time, and at once its part of the gradients
+of x, weight and bias, as `fx_fuser.ops.head_loss` does in forward. So neither an fp32 copy of the
+logits nor their whole gradient exists.
 
 The gradients of the op bypass the logits. A gradient that reaches them from elsewhere takes its own
 way through the Linear, and autograd adds the two.
 
-AOTAutograd cannot be told that logits which a graph returns may see no gradient of their own: it
+AOTAutograd cannot be told that logits which a graph returns may have no gradient of their own: it
 makes one, of zeros. So `fx_fuser.passes.head_loss` lets a graph return logits without a gradient,
-beside what their Linear multiplies, and `attached` restores it outside: only a caller who sends a
-gradient through them pays for one.
+together with their Linear's operands, and `attached` restores the gradient outside: only a caller
+who sends a gradient through the logits pays for one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 def _losses(
     logits: Tensor, labels: Tensor, ignore_index: int, tail: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and what `_grads` wants of it."""
+    """The loss of each row, and what `_grads` needs of it."""
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         (losses, sums), how = _losses_like(logits), Tail(*tail)
         if _runs_kernels(logits):
@@ -89,7 +89,7 @@ def _grads(
     wanted: Sequence[str],
 ) -> list[Tensor]:
     """Those of x and weight in their dtypes, that of a bias in fp32. scale: of each row's softmax,
-    hot: what the label's value has beside it."""
+    hot: what is added at the label."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, columns = logits.shape
         given = x, weight, _rows(logits), labels.contiguous(), sums, scale, hot
@@ -101,7 +101,7 @@ def _sums_over_pieces(
     x: Tensor, weight: Tensor, logits: Tensor, labels: Tensor, sums: Tensor, scale: Tensor,
     hot: Tensor, ignore_index: int, tail: Tail, wanted: Sequence[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The wanted gradients. The memory of a piece is free again when it returns."""
+    """The wanted gradients. The memory of a piece is free again on return."""
     (rows, columns), compute = logits.shape, logits.dtype
     pieces = pieces_of(rows, weight, compute, wanted)
     operand, totals = padded(weight, compute), sums_of(x, weight, wanted, pieces)
@@ -131,7 +131,7 @@ def _runs_kernels(logits: Tensor) -> bool:
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """As the kernels read them."""
+    """In the layout that the kernels read."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
@@ -139,7 +139,7 @@ def _gradient(
     logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, hot: Tensor, to: Tensor,
     ignored: int, tail: Tail,
 ) -> None:  # fmt: skip
-    """By the logits of rows; 0 behind the columns."""
+    """The gradient of the rows' logits; 0 in the padding."""
     if _runs_kernels(logits):
         spec, given = spec_of(logits.dtype, tail), (sums, labels, scale, hot, to, ignored, tail)
         launch.head_loss_gradient(spec, logits, *given)
@@ -167,7 +167,7 @@ class _KeptLoss(torch.autograd.Function):
         if not parts:
             return losses
         largest, total = sums.unbind(1)
-        # Of an infinite logit the sum is NaN.
+        # With an infinite logit the sum is NaN.
         lse = torch.where(largest.isinf(), largest, largest + total.log())
         at = torch.where(labels == ignore_index, 0, labels)[:, None]
         return losses, lse, values_of(logits.gather(1, at), Tail(*tail)).squeeze(1)
@@ -223,8 +223,8 @@ def _reduced(
     return losses.to(out)
 
 
-# As `fx_fuser::head_loss`, of logits [*, V] that the Linear has made of x; the gradients are those
-# of x, weight and bias. AOTAutograd sees through them.
+# As `fx_fuser::head_loss`, for logits [*, V] that the Linear has computed from x; the gradients are
+# those of x, weight and bias. AOTAutograd sees through them.
 _LIBRARY.define(
     "head_loss.kept(Tensor x, Tensor weight, Tensor? bias, Tensor logits, Tensor labels, "
     "ScalarType out, int ignore_index, str reduction, float[] tail) -> Tensor"
@@ -250,8 +250,9 @@ HEAD_LOSS_REDUCED = torch.ops.fx_fuser.head_reduced.default
 
 @dataclass(frozen=True)
 class Returned:
-    """Logits that a graph returns without a gradient: at which place, at which x, weight and bias
-    of their Linear, the dtype in which that multiplies, and the tail that has made them."""
+    """Logits that a graph returns without a gradient. logits: their place among the results;
+    operands: the places of x, weight and bias of their Linear; compute: the dtype of its gemm;
+    tail: what was applied to its result."""
 
     logits: int
     operands: tuple[int | None, ...]
@@ -297,7 +298,7 @@ def attached(
     compiled: Callable[..., Sequence[Any]], returned: Sequence[Returned], as_written: Sequence[Any]
 ) -> Callable[..., tuple[Any, ...]]:
     """The compiled graph, with the gradients of logits that it returns. as_written: the results of
-    the user's graph, the first of those of the compiled one."""
+    the user's graph, which come first in the compiled one's."""
 
     def call(*inputs: Any) -> tuple[Any, ...]:
         earlier = {one.grad_fn for one in inputs if isinstance(one, Tensor)}
@@ -315,21 +316,22 @@ def attached(
 
 
 def _raise_if_changed(own: Collection[Any], logits: Tensor) -> None:
-    """Let backward raise if the logits have been written to, as it does for a tensor that torch
-    saves. AOTAutograd saves and returns Inductor's as two tensors, which count writes apart.
+    """Make backward raise if the logits have been written to, as it does for a tensor that torch
+    saves. AOTAutograd saves and returns Inductor's result as two tensors, which count writes
+    separately.
 
-    own: nodes of autograd that the graph has made. An input that it returns is another's, whose
-    backward does not read the logits.
+    own: nodes of autograd that the graph has made. An input that it returns belongs to another,
+    whose backward does not read the logits.
     """
     watched = logits.detach()
-    watched.data = logits.new_empty(0)  # counts the writes still, and does not hold the memory
+    watched.data = logits.new_empty(0)  # still counts writes, but does not hold the memory
     before = watched._version
 
     def check(_: Any) -> None:
-        # Compiled autograd traces this with other tensors, which count anew.
+        # Compiled autograd traces this with other tensors, whose counts start again.
         if not torch.compiler.is_compiling() and watched._version != before:
             raise RuntimeError(
-                "logits that fx_fuser returned beside their loss have been modified by an inplace "
+                "logits that fx_fuser returned with their loss have been modified by an inplace "
                 "operation, and the loss needs them for its gradient; modify a copy"
             )
 

@@ -3,20 +3,20 @@
     fx_fuser::head_loss(x, weight, bias, labels, …) = cross_entropy(tail(x weightᵀ + bias), labels)
 
 The logits of a vocabulary of 50,000 are most of the memory of a training step, and softmax's passes
-over them are slow. Here they exist for a piece of rows at a time, in one buffer. Forward makes, of
-each piece, the logits, then in place their gradient, and of it at once its part of the gradients of
-x, weight and bias. So backward only multiplies these by its own gradient, a scalar. The gemms are
-those that eager runs, cut by rows.
+over them are slow. Here they exist for a piece of rows at a time, in one buffer. For each piece
+forward computes the logits, then in place their gradient, and from it at once its part of the
+gradients of x, weight and bias. So backward only multiplies these by its own gradient, a scalar.
+The gemms are those that eager runs, cut by rows.
 
 Rounding is eager's: logits and their gradient have the dtype that autocast gives the Linear, and
 softmax and loss are computed in fp32. So are a scale and a soft cap, where eager may round each
-step to 16 bits, and the sums over pieces, but for `_ADDED`. What a mean divides by stays on the
+step to 16 bits, and the sums over pieces, except for `_ADDED`. The divisor of a mean stays on the
 device: nothing waits for it. The gradient of a logit is at most 1 in magnitude and often below
-2^-24, which fp16 rounds to 0 unless a GradScaler is at work. In fp16 it is made 2^14 times as
+2^-24, which fp16 rounds to 0 unless a GradScaler is used. In fp16 it is computed 2^14 times as
 large (`_fp16_scale`), whatever scales the loss, and its products are kept in fp32 until backward
 divides them.
 
-Where no label counts, all gradients are 0, as eager's are.
+If no label counts, all gradients are 0, as eager's are.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from fx_fuser.ops import run
 from fx_fuser.ops.once import differentiable_once
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-_LANES = 8  # what a row of logits has a multiple of: the library has fast 16-bit gemms of these
-_TILE = 128  # rows, of which a piece has a multiple
-# Rows of a piece, at most. Each piece reads the sum of the weight's gradient and writes it: of 2048
-# rows that is a tenth of what its three gemms take, of fewer more.
+_LANES = 8  # a row of logits has a multiple: for these the library has fast 16-bit gemms
+_TILE = 128  # a piece has a multiple of this many rows
+# Most rows of a piece. Each piece reads and writes the sum of the weight's gradient: with 2048 rows
+# that is a tenth of the time of its three gemms, with fewer more.
 _ROWS = 2048
-# So many pieces may add to a gradient of bf16 that the result itself holds, where that takes less
-# memory than a sum in fp32. Each rounds the sum once. n roundings of sums of 1/n, 2/n … of the rows
-# are together sqrt((n + 1) / 2) of eager's one if the rows' parts have random signs, and
-# sqrt((n + 1) (2 n + 1) / 6 n) if they are all alike: 1.22 and 1.12 for 2. For 3, 1.41 and 1.25,
-# and with the rounding of a loss that is scaled behind up to 1.7 in tests, beyond the 1.5 that our
-# error may be of eager's.
+# So many pieces may add to a bf16 gradient that the result itself holds, if that takes less memory
+# than a sum in fp32. Each piece rounds the sum once. Together, n roundings of sums of 1/n, 2/n … of
+# the rows are sqrt((n + 1) / 2) times eager's one if the rows' parts have random signs, and
+# sqrt((n + 1) (2 n + 1) / 6 n) times if they are all alike: 1.22 and 1.12 for 2. For 3 they are
+# 1.41 and 1.25, and in tests, with the rounding of a loss that is scaled afterwards, up to 1.7:
+# more than the 1.5 times eager's error that we allow.
 _ADDED = 2
-_FP16_EXPONENT = 14  # of what a gradient of 1 by a value is multiplied by
+_FP16_EXPONENT = 14  # of the factor for a gradient of 1
 OPERANDS = ("x", "weight", "bias")
 
 
 def width_of(columns: int) -> int:
-    """Of a row of logits in memory."""
+    """The length of a row of logits in memory."""
     return -(-columns // _LANES) * _LANES
 
 
 class Pieces(NamedTuple):
-    """rows: of each, but the last may have fewer. sum: the dtype in which their parts of the
-    weight's gradient are added."""
+    """rows: of each; the last may have fewer. sum: the dtype in which their parts of the weight's
+    gradient are added."""
 
     rows: int
     sum: torch.dtype
@@ -70,15 +70,15 @@ def pieces_of(
 ) -> Pieces:
     """How many rows of logits exist at a time: pieces of about one size.
 
-    A gradient of bf16 is summed over pieces in fp32 beside it, or in its own memory by few pieces:
-    whichever takes less memory.
+    A bf16 gradient is summed over pieces in an extra fp32 tensor, or in its own memory by few
+    pieces: whichever takes less memory.
     """
     height, kept = _height(rows, _ROWS), kept_dtype(weight, compute)
     if "weight" not in wanted or kept is torch.float32:
         return Pieces(height, torch.float32)
     added = 1 if _sums_stay_wide() else _ADDED
     taller, k = _height(rows, max(_ROWS, -(-rows // added))), weight.shape[1]
-    # Bytes of a column: of its logits and its sum; with a sum in fp32 then of that and the result.
+    # Bytes of a column: its logits and sum; with an fp32 sum also, later, the sum and result.
     narrow, wide = 2 * taller + 2 * k, max(2 * height + 4 * k, 6 * k)
     return Pieces(taller, kept) if narrow <= wide else Pieces(height, torch.float32)
 
@@ -108,14 +108,14 @@ def _head_loss(
     tail: Sequence[float],
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    """The loss, or without a reduction each row's, the wanted gradients' common factor, and these
-    without it, in the order of `OPERANDS`."""
+    """The loss, or without a reduction each row's; the gradients' common factor; and the wanted
+    gradients without it, in the order of `OPERANDS`."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows, columns = x.shape[0], weight.shape[0]
         losses = x.new_empty(rows, dtype=torch.float32)
         is_mean = reduction == "mean"
         count = (labels != ignore_index).sum() if is_mean else labels.new_ones(())
-        share = count.clamp(min=1).to(torch.float32).reciprocal()  # of no label no NaN
+        share = count.clamp(min=1).to(torch.float32).reciprocal()  # no NaN if there is no label
         is_fp16 = compute is torch.float16
         how = Tail(*tail)
         raised = _fp16_scale(how)
@@ -128,8 +128,8 @@ def _head_loss(
 
 
 def _fp16_scale(tail: Tail) -> float:
-    """2^14 over the least power of two that no slope of the tail exceeds: a gradient by a logit is
-    then at most 2^14."""
+    """2^14 over the least power of two that no slope of the tail exceeds: a gradient with respect
+    to a logit is then at most 2^14."""
     slope = abs(tail.before * (tail.after or 1.0))
     return 2.0 ** max(-60, min(60, _FP16_EXPONENT - math.ceil(math.log2(slope))))
 
@@ -138,8 +138,8 @@ def _sums_over_pieces(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: Tensor,
     compute: torch.dtype, ignore_index: int, tail: Tail, wanted: Sequence[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The wanted gradients, times the scale; writes the losses. The logits' memory is free again
-    when it returns."""
+    """The wanted gradients, times the scale; writes the losses. The logits' memory is free again on
+    return."""
     rows, columns = x.shape[0], weight.shape[0]
     operands = padded(weight, compute), None if bias is None else padded(bias, compute)
     pieces = pieces_of(rows, weight, compute, wanted)
@@ -171,12 +171,12 @@ run.define("head_loss", _head_loss, _like)
 
 
 def kept_dtype(weight: Tensor, compute: torch.dtype) -> torch.dtype:
-    """Of the weight's gradient, until backward multiplies it."""
+    """The dtype of the weight's gradient until backward multiplies it."""
     return torch.bfloat16 if {weight.dtype, compute} == {torch.bfloat16} else torch.float32
 
 
 def padded(tensor: Tensor, compute: torch.dtype) -> Tensor:
-    """In the dtype, with as many zeros behind as rows of logits have."""
+    """In this dtype, with zeros appended up to the length of a row of logits."""
     count, width = tensor.shape[0], width_of(tensor.shape[0])
     if tensor.dtype is compute and count == width and tensor.is_contiguous():
         return tensor
@@ -198,7 +198,7 @@ def sums_of(x: Tensor, weight: Tensor, wanted: Sequence[str], pieces: Pieces) ->
 def cut_off(
     sums: dict[str, Tensor], rows: int, columns: int, dtypes: Mapping[str, torch.dtype]
 ) -> list[Tensor]:
-    """The gradients without what pads them, in these dtypes or in fp32."""
+    """The gradients without their padding, in these dtypes or in fp32."""
     counts = {"x": rows}
     return [
         total[: counts.get(name, columns)].to(dtypes.get(name, torch.float32))
@@ -217,8 +217,8 @@ def _rows(
     logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, columns: int,
     ignored: int, tail: Tail,
 ) -> None:  # fmt: skip
-    """The losses of rows, and with a scale, in place, the gradients of these by the logits, times
-    the scale; 0 behind the columns."""
+    """The losses of rows and, with a scale, in place of the logits their gradients times the scale;
+    0 in the padding."""
     if logits.device.type == "cuda":
         spec = spec_of(logits.dtype, tail)
         launch.head_loss(spec, logits, labels.contiguous(), losses, scale, columns, ignored, tail)
@@ -232,7 +232,7 @@ def _rows(
 
 
 def values_of(logits: Tensor, tail: Tail) -> Tensor:
-    """By torch, what the kernel takes the softmax of, in fp32."""
+    """In torch: the values whose softmax the kernel takes, in fp32."""
     values = logits.float()
     if tail.before != 1.0:
         values = values * tail.before
@@ -248,10 +248,10 @@ def write_gradient(
     to: Tensor, logits: Tensor, shares: Tensor, labels: Tensor, scale: Tensor, hot: Tensor,
     tail: Tail,
 ) -> None:  # fmt: skip
-    """By torch, what the kernel writes. shares: softmax of the values in fp32, which it changes.
-    scale, hot: of each row, 0 where it does not count."""
+    """In torch: what the kernel writes. shares: softmax of the values in fp32; overwritten. scale,
+    hot: of each row, 0 where it does not count."""
     columns = shares.shape[1]
-    shares *= scale[:, None]  # what is NaN stays NaN where the label does not count, as in eager
+    shares *= scale[:, None]  # NaN stays NaN where the label does not count, as in eager
     at = torch.where((labels >= 0) & (labels < columns), labels, 0)[:, None]
     shares.scatter_add_(1, at, (hot * (1 - tail.smoothing))[:, None])
     if tail.smoothing:
@@ -265,14 +265,14 @@ def write_gradient(
 
 
 def slope_of_cap(values: Tensor, tail: Tail) -> Tensor:
-    """Of the values of capped logits, by the logits."""
+    """The derivative of capped values with respect to the logits."""
     return (1 - (values / tail.after).square()) * (tail.before * tail.after)
 
 
 def add_products(
     sums: dict[str, Tensor], piece: slice, gradient: Tensor, x: Tensor, weight: Tensor
 ) -> None:
-    """gradient: of the logits of these rows. x: the rows, weight: padded."""
+    """Adds the products of a piece. gradient: of its logits. x: its rows. weight: padded."""
     beta = 1 if piece.start else 0
     if "x" in sums:
         _multiply(gradient, weight, sums["x"][piece], 0)
@@ -284,7 +284,7 @@ def add_products(
 
 
 def _multiply(a: Tensor, b: Tensor, total: Tensor, beta: int) -> None:
-    """total = beta total + a b, of 16-bit a and b, rounded once. total: in fp32, or of their
+    """total = beta total + a b, of 16-bit a and b, rounded once. total: in fp32 or in their
     dtype."""
     if total.dtype is a.dtype and not beta:
         torch.mm(a, b, out=total)
@@ -342,9 +342,9 @@ def _composite(
         return loss.to(out)
 
 
-# x [*, K], weight [V, K], labels as x without its last dimension. compute: of the logits, out: of
-# the loss. reduction: as of cross_entropy; "none" has no gradient. tail: the numbers of a `Tail`.
-# AOTAutograd sees through it.
+# x [*, K], weight [V, K], labels like x without its last dimension. compute: dtype of the logits,
+# out: of the loss. reduction: as in cross_entropy; "none" has no gradient. tail: the numbers of a
+# `Tail`. AOTAutograd sees through it.
 _LIBRARY.define(
     "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute, "
     "ScalarType out, int ignore_index, str reduction, float[] tail) -> Tensor"

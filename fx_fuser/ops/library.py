@@ -1,15 +1,15 @@
-"""The torch.library side: one composite op an anchor, one autograd rule, and what they run.
+"""The torch.library side: one composite op per anchor, one autograd rule, and what they run.
 
 The graph calls `torch.ops.fx_fuser.<anchor>`, say `linear`. It is CompositeImplicitAutograd:
 AOTAutograd looks through it and sees, on CUDA, `fx_fuser::run` (`fx_fuser.ops.run`), which has no
-autograd key, of the function `linear`; when gradients are needed, inside an autograd.Function whose
-backward is plain torch ops or, for convolutions of few channels, a function of its own
-(`conv2d_backward`), which recomputes the convolution instead of reading it. `<anchor>_recompute`
-recomputes c where option "save" is "memory". On CPU AOTAutograd sees plain torch ops, for the inner
-compiler to fuse.
+autograd key, with the function `linear`. If gradients are needed it is inside an
+autograd.Function, whose backward is plain torch ops. For convolutions of few channels backward is a
+function of its own (`conv2d_backward`), which recomputes the convolution instead of reading it.
+`<anchor>_recompute` recomputes c if option "save" is "memory". On CPU AOTAutograd sees plain torch
+ops, for the inner compiler to fuse.
 
-All are defined on import. The epilogue is among their arguments, so that nothing here knows a
-pattern, and no cache by name or number can be stale:
+All are defined on import. The epilogue is one of their arguments, so nothing here knows a pattern,
+and no cache by name or number can be stale:
 
     epilogue      the text of `fx_fuser.graph.epilogue`
     t, s          the tensors and numbers that it calls t0… and s0…
@@ -70,7 +70,7 @@ def split_arguments(
 
 
 def cast(anchor: Anchor, operands: dict[str, Any], compute: torch.dtype) -> None:
-    """As autocast does."""
+    """Casts the operands that autocast casts."""
     for name in anchor.cast:
         if operands[name] is not None:
             operands[name] = operands[name].to(compute)
@@ -112,13 +112,13 @@ def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
 
 
 def _filled_up(anchor: Anchor, outputs: Sequence[Any]) -> list[Any]:
-    """The anchor's outputs; None for statistics that there are none of."""
+    """The anchor's outputs; None for missing statistics."""
     return [*outputs, *[None] * (len(anchor.outputs) - len(outputs))]
 
 
 def _recompute(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
     """c, recomputed. The last argument is not read. It keeps the call in backward: AOTAutograd
-    moves an op to forward, and saves its result, if all inputs exist there.
+    moves an op to forward, and saves its result, if all of its inputs exist there.
     """
     operands, config, _ = split_arguments(anchor, args)
     if fake:
@@ -158,7 +158,7 @@ class FusedCall:
     def run(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
     ) -> tuple[Tensor, list[Any]]:
-        """y and the anchor's outputs, None for those that there are none of. save: c is one."""
+        """y and the anchor's outputs, None for missing ones. save: c is one of them."""
         y, *outputs = self.bound(operands, t, save)()
         return y, _filled_up(self.anchor, outputs if save else [None, *outputs])
 
@@ -171,7 +171,7 @@ class FusedCall:
     def evaluation(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor]
     ) -> Callable[[], Tensor]:
-        """y alone, as a compiled graph calls it in inference."""
+        """The op with y as its only result, as a compiled graph calls it in inference."""
         return run.one(*self.arguments(operands, t, save=False))
 
     def arguments(
@@ -181,7 +181,7 @@ class FusedCall:
         return run.arguments(self.anchor.kind, (*operands, *self.config.values(), *tail))
 
     def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> list[str]:
-        """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` did then."""
+        """Names of the CUDA kernels. Loads them, unless the tensors are fake: then `plan` did."""
         x: Any = operands[self.anchor.operands.index("x")]
         if x.device.type != "cuda":
             return []
@@ -262,7 +262,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _prepared(specs: Sequence[KernelSpec], like: Tensor) -> list[str]:
-    """The kernels' names. Loads them, unless the tensor is fake: `plan` did then."""
+    """The kernels' names. Loads them, unless the tensor is fake: then `plan` did."""
     if _is_real(like):
         load.prepare(specs, like.device)
     return [spec.name for spec in specs]
@@ -310,7 +310,7 @@ def gradients(
 def _pull_back(
     call: FusedCall, z: Tensor, t: Sequence[Tensor], wanted: Sequence[int], dy: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of the epilogue by z and by the tensors whose indices are wanted.
+    """Gradients of the epilogue with respect to z and the tensors with the wanted indices.
 
     By autograd, not `torch.func.vjp`, which raises under saved-tensor hooks, as in a model compiled
     inside `torch.utils.checkpoint` or `save_on_cpu`.
@@ -328,7 +328,7 @@ def _pull_back(
 def _kept(
     call: FusedCall, tensors: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The tensors to save. Where backward needs only the shape, without the memory.
+    """The tensors to save; without the memory if backward needs only the shape.
 
     As in eager mode, those may be written to before backward runs. If c is recomputed, its operands
     may not.
@@ -425,7 +425,7 @@ for _anchor in ANCHORS.values():
     _define_composite(_anchor)
 
 
-# ---- what the shim takes for granted ----------------------------------------------------------
+# ---- what the shim assumes --------------------------------------------------------------------
 
 
 def _shapes_text(shapes: Sequence[tuple[int, int, int]]) -> str:
@@ -433,7 +433,7 @@ def _shapes_text(shapes: Sequence[tuple[int, int, int]]) -> str:
 
 
 def contract() -> list[str]:
-    """What kernels_cu/host/ assumes of Python, a fact a line; compared when it is loaded."""
+    """What kernels_cu/host/ assumes of Python, a fact per line; compared when it is loaded."""
     norm = ANCHORS["conv2d_batchnorm"]
     like = dict.fromkeys(norm.operands, torch.empty(1, device="meta"))
     outputs = [torch.empty(1, device="meta")] * len(norm.outputs)

@@ -12,9 +12,9 @@ _Backward = Callable[..., tuple[Any, ...]]
 
 
 def differentiable_once(op_of: Callable[[Any], str]) -> Callable[[_Backward], _Backward]:
-    """A backward that cannot be differentiated: to differentiate its results raises.
+    """A backward that cannot be differentiated: differentiating its results raises.
 
-    torch's `once_differentiable` looks at dy alone. The gradient of `y.sum()` was then a constant,
+    torch's `once_differentiable` looks only at dy. The gradient of `y.sum()` was then a constant,
     and a gradient penalty on it silently did nothing.
 
     op_of: a context → the name of its op.

@@ -21,7 +21,7 @@ def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
 
 
 # a bᵀ in fp32; b is a matrix, or has a's leading sizes. kernel: the name of
-# `kernels.split.SPLIT_GEMM` or, if one of the two is of 16 bits, of one of `MIXED_GEMMS`.
+# `kernels.split.SPLIT_GEMM` or, if one of the two has 16 bits, of one of `MIXED_GEMMS`.
 _LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
@@ -31,7 +31,7 @@ def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
     return F.linear(a.float(), b.float())
 
 
-# a bᵀ in fp32, of a matrix b, both of one 16-bit dtype. kernel: the name of one of
+# a bᵀ in fp32; b is a matrix, and both have the same 16-bit dtype. kernel: the name of one of
 # `kernels.exact.EXACT_GEMMS`.
 _LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("exact_product", _exact_product, "CPU")
@@ -44,8 +44,8 @@ def _unaligned_product(
     return F.linear(a, b, bias) if b.ndim == 2 else a @ b.mT
 
 
-# a bᵀ + bias in a's dtype, of 16 bits; b is a matrix, or has a's leading sizes, and there is no
-# bias. kernel: the name of `kernels.unaligned.gemm_of` a family of these sizes.
+# a bᵀ + bias in a's dtype, of 16 bits. b is a matrix; or it has a's leading sizes, and then there
+# is no bias. kernel: the name of `kernels.unaligned.gemm_of` a family of these sizes.
 _LIBRARY.define(
     "unaligned_product(Tensor a, Tensor b, Tensor? bias, str kernel, int[] sizes) -> Tensor"
 )
@@ -81,14 +81,14 @@ _LIBRARY.impl("planes_product", _planes_product, "CPU")
 torch.library.register_fake("fx_fuser::planes_product", _planes_product, lib=_LIBRARY)
 
 
-# A copy that a partitioner does not recompute in backward, as it may a `clone`: by then the operand
-# may have been written to.
+# A copy that a partitioner does not recompute in backward, as it may a `clone`: the operand may
+# have been written to by then.
 _LIBRARY.define("kept(Tensor a) -> Tensor")
 _LIBRARY.impl("kept", lambda a: a.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("fx_fuser::kept", lambda a: a.clone(), lib=_LIBRARY)
 
 
-# In fp32 without TF32, whatever cuDNN's own setting says, which allows it by default.
+# In fp32 without TF32, whatever cuDNN's setting says: it allows TF32 by default.
 _LIBRARY.define(
     "exact_convolution(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
     "int groups) -> Tensor"

@@ -1,18 +1,18 @@
 """The ops that graphs call for what fx_fuser runs: one family for all, forward and backward.
 
-    fx_fuser::run(Tensor[] t, str program) -> Tensor                                y alone
+    fx_fuser::run(Tensor[] t, str program) -> Tensor                                only y
     fx_fuser::run.many(Tensor[] t, str program, SymInt[]? sizes=None) -> Tensor[]   all results
     fx_fuser::run.in_torch, likewise                                by torch's operations
     fx_fuser::run.import_fx_fuser, likewise, but -> Tensor          of an exported program
 
 `program` is the name of a function and its arguments, `t` those that are tensors, `sizes` those
-that are known at the call only: in inference hardly ever, so there is no argument for them. Most of
-what an op costs the host is its arguments, which torch converts one by one at each call, an absent
-one too: an op with 24 of them and four results took 14 us, one with four and one 2.6
-(kernels_cu/conv/NOTES.md). Each text is parsed once, here and in kernels_cu/host/run.h. It goes
-through Inductor's caches, as a handle would not.
+that are known only at the call: in inference hardly ever, so `run` does not take them. Most of an
+op's host time goes to its arguments, which torch converts one by one at each call, absent ones too:
+an op with 24 of them and four results took 14 us, one with four and one 2.6
+(kernels_cu/conv/NOTES.md). Each text is parsed once, here and in kernels_cu/host/run.h. Unlike a
+handle, it can go through Inductor's caches.
 
-Words stand between single spaces. An argument's first letter says what it is:
+Words are separated by single spaces. An argument's first letter says what it is:
 
     t          the next tensor
     n          the next size
@@ -44,8 +44,8 @@ _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _CALL = "(Tensor[] t, str program, SymInt[]? sizes=None)"
 _LIBRARY.define("run(Tensor[] t, str program) -> Tensor")
 _LIBRARY.define(f"run.many{_CALL} -> Tensor[]")
-# Other types than those of `run.many`: torch 2.11 and 2.15 take two overloads of the same types for
-# one another when they free them, which aborts a process at its end.
+# Its types differ from those of `run.many`: torch 2.11 and 2.15 confuse two overloads of the same
+# types when they free them, which aborts the process at its end.
 _LIBRARY.define("run.in_torch(Tensor[] t, str program, SymInt[] sizes=[]) -> Tensor[]")
 _LIBRARY.define(f"run.import_fx_fuser{_CALL} -> Tensor")
 ONE = torch.ops.fx_fuser.run.default
@@ -53,7 +53,7 @@ MANY = torch.ops.fx_fuser.run.many
 IN_TORCH = torch.ops.fx_fuser.run.in_torch
 EXPORTED = torch.ops.fx_fuser.run.import_fx_fuser  # fx_fuser.ops.exported
 _DTYPES = {name: dtype for dtype, name in CUDA_TYPES.items()}
-Arguments = tuple[Any, ...]  # of an op, without `sizes` where there are none
+Arguments = tuple[Any, ...]  # of an op, without `sizes` if there are none
 
 
 # ---- functions -----------------------------------------------------------------------------------
@@ -71,9 +71,9 @@ _functions: dict[str, _Function] = {}
 def define(
     name: str, in_torch: Callable[..., Sequence[Tensor]], like: Callable[..., Sequence[Tensor]]
 ) -> None:
-    """A function that programs may name, whose first result is y. like: of fake tensors.
+    """Defines a function that programs may name; its first result is y. like: for fake tensors.
 
-    On CUDA kernels_cu/host/run.h names what runs; what that does not take comes back to `in_torch`.
+    On CUDA kernels_cu/host/run.h says what runs; what that does not take comes back to `in_torch`.
     """
     _functions[name] = _Function(in_torch, like)
 
@@ -84,8 +84,8 @@ def _many(
     name, filled = read(program)
     if name not in _functions:
         raise RuntimeError(
-            f"fx_fuser: run knows no function {name}; if an exported program of another version of "
-            "fx_fuser calls it, fuse the program again"
+            f"fx_fuser: run does not know the function {name}; if an exported program of another "
+            "version of fx_fuser calls it, fuse the program again"
         )
     function = _functions[name]
     with _named(name):
@@ -93,7 +93,7 @@ def _many(
 
 
 def _named(name: str) -> Any:
-    """What a profiler sees."""
+    """Names the function in a profile."""
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(f"fx_fuser::run {name}")
     return contextlib.nullcontext()
@@ -125,12 +125,12 @@ def arguments(function: str, args: Sequence[Any]) -> Arguments:
 
 
 def one(t: list[Tensor], program: str, *sizes: list[Any]) -> Callable[[], Tensor]:
-    """The call that makes y alone."""
+    """The call that returns only y."""
     return (lambda: MANY(t, program, *sizes)[0]) if sizes else functools.partial(ONE, t, program)
 
 
 def called(node: Node) -> tuple[Any, Sequence[Any]]:
-    """What a node calls and its arguments; of such an op, the function's name and its arguments."""
+    """What a node calls and its arguments; for these ops, the function's name and its arguments."""
     if node.target not in (ONE, MANY, IN_TORCH, EXPORTED):
         return node.target, node.args
     t, program, *sizes = node.args

@@ -2,8 +2,8 @@
 
 It is what models asked for on 2026-11-27, in fp32 and bf16, inference and training: BERT, GPT-2,
 Llama, Mistral, Qwen 2, Gemma 2, Phi, GPT-NeoX, OPT, T5, DistilBERT, CLIP's text model and ViT of
-transformers 5.23; ViT and ResNet-50 of torchvision; timm's ViT; `nn.TransformerEncoder`. What is
-not here NVRTC compiles. tests/package/test_usual.py holds the list to three of them.
+transformers 5.23; ViT and ResNet-50 of torchvision; timm's ViT; `nn.TransformerEncoder`. NVRTC
+compiles what is not here. tests/package/test_usual.py checks the list against three of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _NEW_GELU = (
     "v4 = mul(v3, s2); v5 = tanh(v4); v6 = add(v5, s3); v7 = mul(v6, v0)"
 )
 _GATED_SILU = "v0 = silu(z); v1 = mul(v0, t0)"
-# What follows an fp32 Linear, which has its bias, or another gemm of two tensors. The kernel of
-# none is that of all gemms of backward and of attention, too.
+# What follows an fp32 Linear with its bias, or another gemm of two tensors. The kernel without a
+# tail is also that of all gemms of backward and of attention.
 AFTER_SPLIT = (
     "",
     "v0 = add(z, t0)",  # residual
@@ -42,7 +42,7 @@ AFTER_SPLIT = (
     _GATED_SILU,  # Llama, Mistral, Qwen 2
     "v0 = relu(z)",  # T5, OPT, DistilBERT, nn.TransformerEncoder
 )
-# For all architectures the wheel would take twice as long to build.
+# With these for all architectures the wheel would take twice as long to build.
 AFTER_SPLIT_ON_HOPPER = (
     "v0 = tanh(z)",  # BERT's pooler
     "v0 = gelu(z, approximate=tanh)",
@@ -51,11 +51,11 @@ AFTER_SPLIT_ON_HOPPER = (
     "v0 = mul(z, s0); v1 = sigmoid(v0); v2 = mul(v1, z)",  # CLIP
     "v0 = add(z, t0); v1 = add(v0, t1)",  # attention and MLP side by side: Phi, GPT-NeoX
 )
-# Named patterns alone are fused in 16 bits and in TF32.
+# In 16 bits and in TF32 only named patterns are fused.
 AFTER_DENSE = (_GATED_SILU,)
 DENSE = (_BF16, _F16, _F32)
 # ResNet's Conv2d + BatchNorm in inference: what follows, and the kernels of the first layer and of
-# memory-bound ones, on Hopper alone (tail and sizes of the weight).
+# memory-bound ones, only on Hopper (tail and sizes of the weight).
 AFTER_NORM = ("", "v0 = relu(z)", "v0 = add(z, t0); v1 = relu(v0)")
 RESNET = (_F32, _BF16)
 _FIRST = (64, 3, 7, 7)
@@ -66,8 +66,8 @@ IMPLICIT = (
     ("v0 = relu(z)", (128, 64, 3, 3)),
     ("v0 = add(z, t0); v1 = relu(v0)", (128, 64, 1, 1)),
 )
-# Batches of odd matrices in bf16, on Hopper alone: rows, and columns of a head. DLRM's
-# interactions, Swin's windows, the tokens of a ViT where attention is written out.
+# Batches of odd matrices in bf16, only on Hopper: rows, and columns of a head. DLRM's interactions,
+# Swin's windows, the tokens of a ViT with attention written out.
 ODD = ((27, 64), (49, 32), (197, 64))
 
 
@@ -129,7 +129,7 @@ def _forward(
     tail: str,
     dtype: torch.dtype,
 ) -> list[KernelSpec]:
-    """Those of the library's candidate, too."""
+    """Also the kernels of the library's candidate."""
     epilogue = parse(tail)
     tensors, numbers = ([n for n in epilogue.leaves if n[0] == letter] for letter in "ts")
     t, s = [_like(dtype) for _ in tensors], [1.0 for _ in numbers]

@@ -18,11 +18,11 @@ class SiteReport:
     """One place in the user's model.
 
     pattern, op: names of the pattern and of the op that runs it. where: "file:line" of the user's
-    source, code: that line; of the last operation if fused, of what stands in the way if not.
-    shapes, dtypes, operands: operand → sizes, dtype and what the source calls it, as text. dtype:
-    of the result (of z, if refused). reason: why it is not fused; empty if it is. help: an edit
-    after which it would be, where one is known. kernel: what runs, with what was measured. stop:
-    where a tail that was grown ends, and why; empty where nothing follows it.
+    source, code: that line; of the last operation if fused, of the obstacle if not. shapes, dtypes,
+    operands: operand → sizes, dtype and what the source calls it, as text. dtype: of the result (of
+    z, if refused). reason: why it is not fused; empty if it is. help: an edit after which it would
+    be, if one is known. kernel: what runs, with what was measured. stop: where a tail that was
+    grown ends, and why; empty if nothing follows it.
     anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
     in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
     something else is in the way. native: does an op of fx_fuser's run it? Not on a CPU, where a
@@ -54,7 +54,7 @@ class SiteReport:
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """The verdict in one word."""
         if self.reason:
             return "refused"
         return "fused" if self.native else "match"
@@ -67,7 +67,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class MaskReport:
-    """An attention, or its mask. done, reason: as of `fx_fuser.passes.masks.Mask`."""
+    """An attention, or its mask. done, reason: as in `fx_fuser.passes.masks.Mask`."""
 
     where: str
     code: str
@@ -77,9 +77,9 @@ class MaskReport:
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """An attention that is written by hand. formula: what it computes, over q·kᵀ and v; empty if no
-    description was found. reason: why not, or why it is not fused. fused: is it one call of torch's
-    fused attention now?"""
+    """A hand-written attention. formula: what it computes, over q·kᵀ and v; empty if no description
+    was found. reason: why not, or why it is not fused. fused: is it one call of torch's fused
+    attention now?"""
 
     where: str
     code: str
@@ -99,7 +99,7 @@ class ContractionReport:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """A loss behind a Linear. bytes, reason, stay: as of `fx_fuser.passes.head_loss.HeadLoss`."""
+    """A loss after a Linear. bytes, reason, stay: as in `fx_fuser.passes.head_loss.HeadLoss`."""
 
     where: str
     code: str
@@ -110,7 +110,7 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class LeftReport:
-    """An anchor at which no pattern begins, or a product that is no anchor. kind: "Linear" or
+    """An anchor at which no pattern begins, or a product that is not an anchor. kind: "Linear" or
     "conv1d", say. follows: the operations that read its value. reason: why no fused kernel may gain
     there; empty if tails are not grown. where, code: as in SiteReport."""
 
@@ -151,8 +151,8 @@ class Contents:
     fused: in the order of the graphs; on a CPU the named patterns that are found, at which none of
     fx_fuser's kernels run (`SiteReport.native`). refused: the near misses, the nearest first.
     others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
-    of attention. contractions: sums of products. attentions: written by hand. heads: losses behind
-    a Linear. graphs and header: filled by `explain` only.
+    of attention. contractions: sums of products. attentions: hand-written. heads: losses after
+    a Linear. graphs and header: filled in by `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -189,8 +189,8 @@ class Contents:
 
     @property
     def leftovers(self) -> str:
-        """By reason, a line for all anchors of one kind that the same operation follows, with the
-        first of them."""
+        """By reason, a line for all anchors of one kind that are followed by the same operation,
+        with the first of them."""
         groups: dict[str, dict[tuple[str, str], list[LeftReport]]] = {}
         for site in self.left:
             alike = groups.setdefault(site.reason, {})
@@ -221,7 +221,7 @@ class Contents:
                 said = f"The attention at {where} is written by hand, {one.formula}; it runs as "
                 said += how + (f": {one.reason}" if one.reason else "")
             else:
-                said = f"The softmax at {where} is no attention that fx_fuser describes: "
+                said = f"The softmax at {where} is not an attention that fx_fuser knows: "
                 said += one.reason
             lines.append(said)
         return "\n".join(lines)
@@ -253,7 +253,7 @@ class Contents:
 
     @property
     def losses(self) -> str:
-        """A line for each loss behind a Linear; equal ones share a line."""
+        """A line for each loss after a Linear; equal ones share a line."""
         return "\n".join(map(_said_of_head, Counter(self.heads).items()))
 
     @property
@@ -268,7 +268,7 @@ class Contents:
 
     @property
     def keeping(self) -> str:
-        """What all fused sites keep together for backward; a tensor that several keep is one."""
+        """What all fused sites keep for backward; a tensor that several keep counts once."""
         kept = {(s.graph, name): n for s in self.fused for name, n in (s.kept or {}).items()}
         return f"Kept for the backward pass: {text_of(sum(kept.values()))}" if kept else ""
 
@@ -277,10 +277,10 @@ def _said_of_head(counted: tuple[HeadReport, int]) -> str:
     head, n = counted
     said = f"The loss at {head.where}{f' ×{n}' if n > 1 else ''}"
     if head.reason:
-        return f"{said} stays behind its Linear: {head.reason}"
-    held = "" if head.bytes is None else f": {text_of(head.bytes)} less at once"
+        return f"{said} is not fused with its Linear: {head.reason}"
+    held = "" if head.bytes is None else f": {text_of(head.bytes)} less memory at once"
     without = "a gradient of all logits" if head.stay else "the logits of all"
-    return f"{said} runs with its Linear, by pieces of rows, without {without}{held}"
+    return f"{said} runs with its Linear, in pieces of rows, without {without}{held}"
 
 
 def _counted(count: int, one: str, many: str = "") -> str:
@@ -288,8 +288,8 @@ def _counted(count: int, one: str, many: str = "") -> str:
 
 
 def short_place(where: str) -> str:
-    """The place as its last folders, in PLACE characters if the file's name allows: a name that
-    a column breaks in two is not found again."""
+    """The last folders of a path, in PLACE characters if the file's name allows: a name that a
+    column breaks in two cannot be searched for."""
     where = where.removeprefix(os.getcwd() + os.sep)
     while len(where) > PLACE and os.sep in where.removeprefix("…" + os.sep):
         where = f"…{os.sep}{where.removeprefix('…' + os.sep).split(os.sep, 1)[1]}"

@@ -27,9 +27,9 @@ _CPU_OPS = (
 @dataclass(frozen=True)
 class Header:
     """devices: "cpu", or say "cuda:0, NVIDIA H200". dtypes: floating-point ones, of parameters and
-    inputs. mode: "train", "eval", how many modules are in either, "as exported", or of a function
-    "". grad: are gradients on? autocast: to which dtype, by device; "" if it is off. precision: how
-    fp32 is computed. note: what else must be known to read the report."""
+    inputs. mode: "train", "eval", how many modules are in either, "as exported", or "" for a
+    function. grad: are gradients on? autocast: the dtype on each device; "" if it is off.
+    precision: how fp32 is computed. note: what else the reader of the report must know."""
 
     devices: list[str]
     dtypes: list[str]
@@ -43,7 +43,7 @@ class Header:
 
     @property
     def lines(self) -> list[str]:
-        """As sentences, each a line."""
+        """Sentences, one a line."""
         grad = f"gradients {'on' if self.grad else 'off'}"
         autocast = f"autocast to {self.autocast}" if self.autocast else ""
         seen = [", ".join(self.dtypes) or "no floating-point tensors", autocast, self.mode, grad]
@@ -74,7 +74,7 @@ def header_of(tensors: Iterable[Tensor], mode: str, options: Options) -> Header:
 
 
 def mode_of(model: Any) -> str:
-    """The mode of a module and those in it; empty of a function."""
+    """The mode of a module and those in it; empty for a function."""
     modes = [m.training for m in model.modules()] if isinstance(model, nn.Module) else []
     if not modes:
         return ""

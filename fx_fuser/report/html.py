@@ -13,7 +13,7 @@ from fx_fuser.report.traffic import Saved
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _PAD = 240, 40, 24, 34, 10
 _SMALL = 80  # nodes of a graph that is drawn whole
-_NEAR = 2  # steps from a site that are drawn of a larger one
+_NEAR = 2  # steps around a site that are drawn of a larger graph
 _CHARACTERS = 30  # that fit in a box
 
 _STYLE = """
@@ -191,7 +191,7 @@ def _components(nodes: Sequence[NodeReport]) -> list[list[NodeReport]]:
 
 @dataclass(frozen=True)
 class _Box:
-    """A place in the picture, in rows from above and columns from the left."""
+    """A place in the picture, in rows from the top and columns from the left."""
 
     row: int
     column: int
@@ -222,7 +222,7 @@ def _rows(nodes: Sequence[NodeReport]) -> dict[str, int]:
 
 
 def _layout(nodes: Sequence[NodeReport], of: Mapping[str, _Numbered]) -> dict[str, _Box]:
-    """Each site has columns of its own; other nodes are near what they read."""
+    """Each site has its own columns; other nodes are near what they read."""
     row_of, boxes, used = _rows(nodes), dict[str, _Box](), set[_Box]()
     sites: dict[int, list[NodeReport]] = {}
     for node in nodes:

@@ -149,12 +149,12 @@ class Report(Contents):
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report whose `to_json()` this is. Raises OptionError if it is none."""
+        """The report that `to_json()` wrote. Raises OptionError for anything else."""
         try:
             return cls._from_data(json.loads(text))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise OptionError(
-                f"the JSON of a report is {shown(text)}, which does not read as one "
+                f"the JSON of a report is {shown(text)}, which cannot be read as one "
                 f"({type(error).__name__}: {error}); give what to_json() of the same version wrote"
             ) from error
 
@@ -174,12 +174,12 @@ class Report(Contents):
         return cls(fused, refused, *of_all)
 
     def to_html(self) -> str:
-        """One page that needs no other file: the table, and the graphs with the sites coloured."""
+        """A self-contained page: the table, and the graphs with the sites coloured."""
         return html_of(self)
 
     def is_read(self) -> bool:
         """Does anybody read what `publish` writes, the log or the trace?"""
-        # torch always has a handler, which without a folder (TORCH_TRACE) writes nothing.
+        # torch always has a handler, which writes nothing without a folder (TORCH_TRACE).
         handlers = torch._logging._internal.trace_log.handlers
         traced = any(getattr(handler, "root_dir", "") is not None for handler in handlers)
         return log.isEnabledFor(logging.INFO) or traced

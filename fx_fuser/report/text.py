@@ -13,7 +13,7 @@ from fx_fuser import patterns
 from fx_fuser.report.contents import Contents, SiteReport, short_place
 
 WIDTH = 100
-_WHAT, _WHERE = 34, 48  # columns of the table; the verdict has what is left
+_WHAT, _WHERE = 34, 48  # columns of the table; the verdict gets the rest
 
 
 def report_text(report: Contents) -> str:
@@ -47,7 +47,7 @@ def _is_near_builtin(site: SiteReport) -> bool:
 
 
 def _near_misses(sites: Iterable[SiteReport]) -> list[str]:
-    """Those with the same obstacle, whatever its names and lines are, share a line."""
+    """Those with the same obstacle, whatever its names and lines, share a line."""
     groups: dict[tuple[str, str], list[SiteReport]] = {}
     for site in sites:
         obstacle = re.sub(r"`[^`]*`|[\w.]+:\d+", "", site.reason)
@@ -91,7 +91,7 @@ def _where(site: SiteReport) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of this width; at "\\0" is a space that stays."""
+    """Lines of this width; "\\0" is a space that stays."""
     lines = textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
 

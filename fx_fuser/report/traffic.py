@@ -22,7 +22,7 @@ from fx_fuser.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Saved:
-    """bytes: None where a size is not known when compiling."""
+    """bytes: None if a size is unknown when compiling."""
 
     bytes: int | None
     launches: int
@@ -33,7 +33,7 @@ class Saved:
 
 
 def saved(match: Match, plan: Plan) -> Saved:
-    """What one forward call saves against the user's operations run one by one.
+    """What one forward call saves compared with the user's operations run one by one.
 
     Each of these reads its tensors and writes its result, in one launch. The fused call writes its
     result and reads each operand once, in two launches. With the library: the gemm or convolution,
@@ -41,8 +41,8 @@ def saved(match: Match, plan: Plan) -> Saved:
     (none for the dense one), and the kernel, whose z stays on the chip. Batch statistics are a
     third.
 
-    What both do is left out (x, the weight, the passes for batch statistics), and so is backward.
-    Inductor fuses the pointwise operations among themselves, so against it less is saved.
+    What both do (x, the weight, the passes for batch statistics) is left out, and so is backward.
+    Inductor fuses the pointwise operations with each other, so less is saved compared with it.
     """
     view, site = match.view, match.site
     free = set(match.bound.tensors)
@@ -68,8 +68,8 @@ def saved(match: Match, plan: Plan) -> Saved:
 def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     """Node → bytes of it that the site keeps from forward to backward, at most; no parameters.
 
-    Empty if the inner compiler differentiates the operations and so decides. None if a size is not
-    known when compiling.
+    Empty if the inner compiler differentiates the operations, and so decides. None if a size is
+    unknown when compiling.
     """
     site, anchor = match.site, ANCHORS[match.site.kind]
     if not plan.native or not saves(match):

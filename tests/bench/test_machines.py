@@ -66,9 +66,9 @@ def test_files_are_kept_one_a_gpu_and_torch(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "is no report of python -m fx_fuser --report"),
-        ("{", "is no report of python -m fx_fuser --report"),
-        (json.dumps({"facts": {}}), "is no report of python -m fx_fuser --report"),
+        ("[]", "is not from python -m fx_fuser --report"),
+        ("{", "is not from python -m fx_fuser --report"),
+        (json.dumps({"facts": {}}), "is not from python -m fx_fuser --report"),
         (json.dumps(made(schema=99)), "has schema 99, and this is for 1"),
         (json.dumps(made(times=[])), "has no times"),
         (json.dumps(made(times=None)), "has no times"),

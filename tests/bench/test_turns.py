@@ -32,9 +32,9 @@ def test_a_tree_that_cannot_run_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ([str(turns.ROOT), "--case", "no_net/eval"], "'no_net/eval' is no case"),
-        ([str(turns.ROOT), "--case", "mamba2/train"], "'mamba2/train' is no case"),
-        (["/no/such/folder"], "/no/such/folder is no checkout"),
+        ([str(turns.ROOT), "--case", "no_net/eval"], "'no_net/eval' is not a case"),
+        ([str(turns.ROOT), "--case", "mamba2/train"], "'mamba2/train' is not a case"),
+        (["/no/such/folder"], "/no/such/folder is not a checkout"),
     ],
 )
 def test_what_it_refuses(

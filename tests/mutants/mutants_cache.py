@@ -46,7 +46,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "cache: a new folder is looked at again", "native/store.py",
-        "            _check_folder(folder)  # somebody else may have made it meanwhile\n", "",
+        "            _check_folder(folder)  # another process may have made it meanwhile\n", "",
         (f"{FOLDER}::test_a_folder_that_somebody_made_meanwhile_is_looked_at_again",),
     ),
     (

@@ -153,8 +153,8 @@ def test_available_says_which_folder_the_compiler_cannot_name(with_gpu, tmp_path
     assert load.available("cuda") is None
     monkeypatch.setattr(binaries, "KERNELS", tmp_path / "Bob's")
     said = load.available("cuda") or ""
-    assert f"nvcc takes no ' in a path, and there is one in {tmp_path / 'Bob'}'s; give" in said
-    assert said.endswith("another name or let NVRTC compile")
+    assert f"nvcc takes no ' in a path, and there is one in {tmp_path / 'Bob'}'s; rename" in said
+    assert said.endswith("rename the folder or let NVRTC compile")
 
 
 def test_available_says_what_is_wrong_in_the_environment(with_gpu, monkeypatch):

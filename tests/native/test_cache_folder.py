@@ -150,7 +150,7 @@ def test_a_folder_that_somebody_made_meanwhile_is_looked_at_again(fake, monkeypa
 
 
 def test_the_folder_above_counts_too(fake, caplog):
-    """Whoever may write to it may put another one in the place of fx_fuser's."""
+    """Whoever may write to it may put another one in place of fx_fuser's."""
     folder = binaries.cubin("// above", ARCH).parent
     folder.parent.chmod(0o777)
     store._warn_untrusted.cache_clear()
@@ -198,4 +198,4 @@ def test_a_folder_that_compilers_cannot_name_costs_one_warning(
     assert binaries.cubin("// odd", ARCH).read_text() == "// odd"
     (said,) = warnings_in(caplog)
     assert f"compilers take no {character} in the path {folder}" in said
-    assert "Set FX_FUSER_CACHE_DIR to a folder" in said
+    assert "Set FX_FUSER_CACHE_DIR to a writable folder" in said

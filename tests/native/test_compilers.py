@@ -99,17 +99,17 @@ def test_nvrtc_of_another_version_is_named(bare, fake_libnvrtc, tmp_path, monkey
     with pytest.raises(BuildError) as caught:
         binaries.cubin("// a", ARCH)
     text = str(caught.value)
-    assert "NVRTC of CUDA 13, for which this torch was built, was found neither" in text
+    assert "NVRTC of CUDA 13, for which this torch was built, was not found" in text
     assert f"only {other}; pip install 'nvidia-cuda-nvrtc==13.*'" in text
 
 
 def test_without_any_compiler_both_are_named(bare):
-    with pytest.raises(BuildError, match=r"NVRTC .* pip install .*; or nvcc: nvcc was found neith"):
+    with pytest.raises(BuildError, match=r"NVRTC .* pip install .*; or nvcc: nvcc was not fou"):
         compilers.of_kernels()
 
 
 def test_missing_nvcc_names_the_remedy(bare):
-    with pytest.raises(BuildError, match=r"nvcc was found neither .* set CUDA_HOME"):
+    with pytest.raises(BuildError, match=r"nvcc was not found .* set CUDA_HOME"):
         compilers.nvcc()
 
 
@@ -196,7 +196,7 @@ def test_an_nvrtc_that_does_not_load_is_named(fake_nvrtc):
 
 def test_a_cuda_home_that_is_no_folder_is_passed_over(bare, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "x" * 5000)  # which the system refuses to look up
-    with pytest.raises(BuildError, match=r"NVRTC .* pip install .*; or nvcc: nvcc was found neith"):
+    with pytest.raises(BuildError, match=r"NVRTC .* pip install .*; or nvcc: nvcc was not fou"):
         compilers.of_kernels()
 
 
@@ -219,7 +219,7 @@ def test_a_character_that_a_compiler_cannot_take_is_named(
         with pytest.raises(BuildError) as caught:
             binaries.cubin("// a", ARCH)
         assert f"takes no {character} in a path, and there is one in {folder}" in str(caught.value)
-        assert "give the folder another name" in str(caught.value)
+        assert "rename the folder" in str(caught.value)
     assert fake.calls == 0
 
 

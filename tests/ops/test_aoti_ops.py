@@ -56,7 +56,7 @@ def test_a_number_of_the_program_is_a_float() -> None:
 
 def test_a_function_of_another_version_is_named() -> None:
     t, program = arguments()
-    with pytest.raises(RuntimeError, match=r"no function lstm; if .* fuse the program again"):
+    with pytest.raises(RuntimeError, match=r"the function lstm; if .* fuse the program again"):
         run.EXPORTED(t, program.replace("linear_exported", "lstm"))
 
 

@@ -22,7 +22,7 @@ FREE = Arg("#")  # a wildcard for which a number stands
 class Text:
     """A piece of source.
 
-    number: it is no tensor. wide: a tensor of floats with dimensions, so what it is multiplied by
+    number: not a tensor. wide: a tensor of floats with dimensions, so what it is multiplied by
     or added to is opened by the matcher. fresh: a variable of the tail, to which it may write.
     """
 

@@ -317,9 +317,9 @@ def test_a_site_on_a_cpu_is_left() -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"inner": "eager"}, "option 'inner' is of a compiler"),
-        ({"mode": "reduce-overhead"}, "option 'mode' is of a compiler"),
-        ({"max_autotune": True}, "option 'max_autotune' is of a compiler"),
+        ({"inner": "eager"}, "option 'inner' is for the compiler"),
+        ({"mode": "reduce-overhead"}, "option 'mode' is for the compiler"),
+        ({"max_autotune": True}, "option 'max_autotune' is for the compiler"),
         ({"verify": "always"}, "option 'verify' is 'always'"),
         ({"cpu_opts": True}, "did you mean 'cpu_ops'"),
     ],

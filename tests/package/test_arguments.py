@@ -169,12 +169,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "class": (lambda: fx_fuser.explain(nn.Linear, X), "is the class Linear; give an instance"),
     "tuple": (
         lambda: fx_fuser.explain(LINEAR, (X,)),
-        "the model's only input is a tuple, at which it fails; if that holds its inputs, give them "
+        "the model fails on its only input, a tuple; if that holds its inputs, give them "
         "one by one: explain(model, *inputs) (TypeError: linear()",
     ),
     "program's tuple": (
         lambda: fx_fuser.explain(program(), (X,)),
-        "only input is a tuple, at which",
+        "fails on its only input, a tuple; if",
     ),
     "program's inputs": (lambda: fx_fuser.explain(program(), X, X), "inputs"),
     "no inputs": (
@@ -201,7 +201,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "kwargs": (lambda: fx_fuser.explain(LINEAR, X, kwargs=3), "kwargs is 3, an int; give a dict"),
     "twice": (
         lambda: fx_fuser.explain(LINEAR, input=X, kwargs={"input": X}),
-        "'input' is given by",
+        "'input' is given both by name",
     ),
     "model's options": (
         lambda: fx_fuser.explain(Configured(), X, options={"scale": 2.0}),
@@ -217,9 +217,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "from_json": (
         lambda: Report.from_json("{}"),
-        "the JSON of a report is '{}', a str, which does",
+        "the JSON of a report is '{}', a str, which cannot",
     ),
-    "from_json 3": (lambda: Report.from_json(3), "the JSON of a report is 3, an int, which does"),
+    "from_json 3": (lambda: Report.from_json(3), "the JSON of a report is 3, an int, which cannot"),
     "fused: model": (
         lambda: assert_fused((X,), LINEAR, {}),
         "a tuple; give an nn.Module or a func",
@@ -263,7 +263,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "twice": (
         None,
         {"max-autotune": True, "max_autotune": False},
-        "'max-autotune' is given as 'max",
+        "'max-autotune' is also given as 'max",
     ),
     "two modes": (
         "max-autotune",
@@ -328,7 +328,7 @@ def test_build_refuses_what_is_no_architecture(
     with pytest.raises(SystemExit) as end:
         build.main(["--no-shim", "--arch", arch])
     assert end.value.code == 2
-    assert f"argument --arch: {arch!r} is no architecture; give a name" in capsys.readouterr().err
+    assert f"argument --arch: {arch!r} is not an architecture; give one" in capsys.readouterr().err
 
 
 def test_wheel_says_in_a_line_what_is_wrong(
@@ -337,7 +337,7 @@ def test_wheel_says_in_a_line_what_is_wrong(
     file = tmp_path / "file"
     file.touch()
     assert wheel.main([str(file)]) == 1
-    assert f"{file} is no folder; give another OUT" in capsys.readouterr().err
+    assert f"{file} is not a folder; give another OUT" in capsys.readouterr().err
     monkeypatch.setattr(wheel, "ROOT", tmp_path)  # as in an installed package
     assert wheel.main([str(tmp_path / "out")]) == 1
     assert "run this in a checkout of fx_fuser" in capsys.readouterr().err

@@ -257,7 +257,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compared(
             LINEAR, X, options={"mode": "reduce-overhead"}, reduce_overhead=True, columns=None
         ),
-        "option 'mode' is 'reduce-overhead' beside reduce_overhead=True; leave one out",
+        "option 'mode' is 'reduce-overhead' and reduce_overhead is True; leave one out",
     ),
     "a loss of many": (
         lambda: compared(LINEAR, X, train=True, loss=lambda y: y),

@@ -168,7 +168,7 @@ def test_a_profiler_that_fails_costs_gpu_time_alone(
     monkeypatch.setattr(turns, "kernels_of", fails)
     found = compared(nn.Linear(4, 4), torch.ones(2, 4), cold=False)
     assert all(c.ran and c.gpu_ms is None for c in found.columns.values())
-    assert found.use and "GPU time is not known: RuntimeError: CUPTI is missing" in found.notes
+    assert found.use and "GPU time is unknown: RuntimeError: CUPTI is missing" in found.notes
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_profiler_that_sees_nothing_is_said_so(
     monkeypatch.setattr(turns, "kernels_of", lambda step, device: [])
     found = compared(nn.Linear(4, 4), torch.ones(2, 4), cold=False)
     assert all(c.ran and c.gpu_ms is None for c in found.columns.values())
-    assert "GPU time is not known: the profiler saw no kernel." in found.notes
+    assert "GPU time is unknown: the profiler saw no kernel." in found.notes
 
 
 @pytest.mark.slow

@@ -50,13 +50,13 @@ def test_time_by_kind_has_what_took_some() -> None:
 @pytest.mark.parametrize(
     ("name", "narrow", "said"),
     [
-        (ODD, True, "no multiple of 8"),
+        (ODD, True, "not multiples of 8"),
         (MATH_PATH, True, "attention by its formula"),
         (SIMT, True, "fp32 gemms without tensor cores"),
         (TRANSFORM, True, "channels_last"),
         (TRANSFORM, False, "channels_last"),
         ("void dgrad2d_grouped_direct_kernel<__nv_bfloat16, float>", True, "depthwise"),
-        ("triton_per_fused__softmax__to_copy_add_5", True, "a softmax of its own"),
+        ("triton_per_fused__softmax__to_copy_add_5", True, "a separate softmax"),
         ("triton_red_fused__native_batch_norm_legit_functional_3", True, "BatchNorm's"),
     ],
 )

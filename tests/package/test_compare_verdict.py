@@ -51,7 +51,7 @@ def test_a_gain_is_to_be_used() -> None:
     assert verdict.sentences == [
         "2.35 times as fast as Inductor in wall time, 1% more memory, error below Inductor's.",
         'Use torch.compile(model, backend="fx_fuser").',
-        "Pays after 80 steps: 4.0 s more to compile, 50 ms saved each.",
+        "Pays off after 80 steps: 4.0 s more to compile, 50 ms saved each.",
         "The GPU is busy 95% of the time: mode='reduce-overhead' would not help.",
     ]
 
@@ -90,7 +90,7 @@ def test_launch_bound_says_what_to_try() -> None:
     verdict = judge(net(2.42, 2.46, 0.957), "cuda")
     assert (verdict.word, verdict.use, verdict.launch_bound) == ("LAUNCH-BOUND", False, True)
     assert (
-        "back to back, a step takes 2.46 ms, and the GPU works 0.957 ms of it"
+        "steps run back to back take 2.46 ms each, of which the GPU is busy for 0.957 ms"
         in verdict.sentences[0]
     )
     assert "compare(…, reduce_overhead=True)" in verdict.sentences[0]

@@ -51,11 +51,11 @@ def test_a_fit_machine_has_no_bad_line() -> None:
         assert said in lines
 
 
-FAULT = "NVRTC of CUDA 13 was found neither beside torch nor …; pip install 'nvidia-cuda-nvrtc'"
+FAULT = "NVRTC of CUDA 13 was not found next to torch …; pip install 'nvidia-cuda-nvrtc'"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "capability": (
         {"gpus": (T4,)},
-        "FAIL  GPU 0: Tesla T4, capability 7.5, kernels need 8.0: all of it is left to Inductor",
+        "FAIL  GPU 0: Tesla T4, capability 7.5; kernels need 8.0: everything is left to Inductor",
     ),
     "capability beside a fit GPU": ({"gpus": (T4, A100)}, "warn  GPU 0: Tesla T4, capability 7.5"),
     "ROCm": (
@@ -69,15 +69,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no GPU seen": ({"gpus": ()}, "FAIL  torch for CUDA 13.2 sees no GPU, though there is an"),
     "no compiler": (
         {"compiler": "", "compiler_fault": FAULT},
-        f"FAIL  no compiler of kernels: {FAULT}",
+        f"FAIL  no kernel compiler: {FAULT}",
     ),
     "no g++": (
         {"launcher": "", "launcher_fault": "g++ was not found on PATH; install it"},
-        "FAIL  the launcher of kernels cannot be built: g++ was not found on PATH",
+        "FAIL  the kernel launcher cannot be built: g++ was not found on PATH",
     ),
     "another fault": (
         {"gpus": (dataclasses.replace(H100, unfit='NVRTC takes no " in a path'),)},
-        "FAIL  GPU 0: no kernel can be made: NVRTC takes no",
+        "FAIL  GPU 0: no kernel can be built: NVRTC takes no",
     ),
     "old torch": ({"torch": "2.10.1"}, "FAIL  torch 2.10.1 is too old: pip install 'torch>=2.11'"),
     "new torch": ({"torch": "2.16.0"}, "warn  torch 2.16.0 is untested (tested: 2.11 to 2.15)"),
@@ -107,7 +107,7 @@ def test_a_bad_state_is_named_with_its_remedy(changes: dict[str, Any], said: str
     ("changes", "said"),
     [
         ({"untrusted": "everybody may write to it"}, "is not used, everybody may write to it"),
-        ({"unwritable": "/ro cannot be written to"}, "keeps nothing, /ro cannot be written to"),
+        ({"unwritable": "/ro is not writable"}, "keeps nothing, /ro is not writable"),
     ],
 )
 def test_a_cache_that_cannot_be_used_is_named(changes: dict[str, str], said: str) -> None:
@@ -126,8 +126,8 @@ def test_kernels_that_came_with_the_package_are_counted() -> None:
         return "\n".join(map(str, findings.judged(machine(**changes))))
 
     assert "ok    kernels that came with the package: 45 for sm_90a, 32 for sm_80" in said()
-    assert "note  no kernel of the package's is used" in said(brought={})
-    assert "of the package's" not in said(brought={}, is_checkout=True)
+    assert "note  no kernel of the package is used" in said(brought={})
+    assert "of the package is" not in said(brought={}, is_checkout=True)
 
 
 # ---- facts ---------------------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def test_a_cache_that_cannot_be_written_to_is_found(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "file"))
-    assert facts.gather().cache.unwritable == f"{tmp_path / 'file'} is no folder"
+    assert facts.gather().cache.unwritable == f"{tmp_path / 'file'} is not a folder"
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / 'with"quote'))
     assert 'compilers take no "' in facts.gather().cache.unwritable
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert facts.gather().cache.unwritable == f"{tmp_path} cannot be written to"
+    assert facts.gather().cache.unwritable == f"{tmp_path} is not writable"
 
 
 @pytest.mark.parametrize("kind", ["Module ", "Open Kernel Module for x86_64 "])
@@ -347,7 +347,7 @@ def test_what_is_not_fused_is_not_timed(timer: None) -> None:
 
 def test_the_verdict_is_one_line() -> None:
     fit = diagnosed()
-    assert fit.verdict == "No fault is seen (nothing was run)." and fit.status == 0
+    assert fit.verdict == "No fault was found (nothing was run)." and fit.status == 0
     fit.tests = [Result("a", "split", "cuda:0", "ok")]
     assert fit.verdict == "Everything works. Next: print(fx_fuser.compare(model, *inputs))"
     fit.tests.append(Result("b", "split", "cuda:0", "FAIL", detail="off"))
@@ -408,7 +408,7 @@ def test_a_report_that_cannot_be_written_is_refused_first(
     monkeypatch.setattr(command, "diagnose", lambda *_: pytest.fail("it ran"))
     with pytest.raises(SystemExit):
         command.main(["--report", str(tmp_path / "none/report.json")])
-    assert "give a file that can be written" in capsys.readouterr().err
+    assert "give a writable file" in capsys.readouterr().err
 
 
 def test_a_failure_is_the_exit_status(

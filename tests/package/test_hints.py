@@ -51,7 +51,7 @@ def test_a_compilation_says_how_much_is_fused(lines: Callable[[], list[str]]) ->
     assert lines() == ["fused 2 of 2 sites"]
     torch._dynamo.reset()
     torch.compile(model, backend="fx_fuser", options={**OPTIONS, "auto": False})(x)
-    assert lines() == ["fused 0 of 2 sites; explain says why not the rest"]
+    assert lines() == ["fused 0 of 2 sites; explain says why the rest is not"]
 
 
 @pytest.mark.slow
@@ -118,12 +118,12 @@ def test_a_failure_has_its_warning_alone(
 
 def test_gemms_attentions_and_masks_are_counted() -> None:
     outcome = Outcome(matches=[None] * 24, masks=[None] * 12, sites=49)  # type: ignore[list-item]
-    said = "fused 24 of 49 sites, 3 gemms, 1 attention, 12 masks; explain says why not the rest"
+    said = "fused 24 of 49 sites, 3 gemms, 1 attention, 12 masks; explain says why the rest is not"
     assert outcome.line(Options(), CUDA, {"gemm": 3, "attention": 1}) == said
 
 
 def test_a_graph_from_inductors_cache_is_told() -> None:
-    said = "Inductor's cache had a graph, as it was compiled before"
+    said = "Inductor's cache had this graph"
     outcome = Outcome(is_known=False)
     assert outcome.line(Options(), CUDA, {}) == said
     assert outcome.line(Options(), {"cpu"}, {}) == f"{said}: {CPU_ONLY}"
@@ -149,7 +149,8 @@ def test_sites_that_the_host_bounds_are_counted_with_the_option() -> None:
     note = contest.host_note(Options())
     left = [left_by(f"nothing is gained (0.1 ms{note}): …")] * 2 + [left_by("as fast")]
     said = Outcome(left=left, sites=3).line(Options(), CUDA, {})
-    assert said.startswith("fused 0 of 3 sites; 2 sites left though faster on the GPU; the host is")
+    begin = "fused 0 of 3 sites; 2 sites left unfused, though faster on the GPU; the host is"
+    assert said.startswith(begin)
     assert said.count("mode='reduce-overhead'") == 1
     eager = Options(inner="eager")  # which has no such mode
     assert "reduce-overhead" not in Outcome(left=left, sites=3).line(eager, CUDA, {})
@@ -160,7 +161,7 @@ def test_planning_writes_the_note_that_is_counted(match_of: Any, on_gpu: Any) ->
     with torch.no_grad():
         refusal = decide(match_of(swish, torch.randn(64, 32), torch.randn(48, 32)))
     said = Outcome(left=[refusal], sites=1).line(Options(), CUDA, {})
-    assert "1 site left though faster on the GPU" in said
+    assert "1 site left unfused, though faster on the GPU" in said
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ def test_planning_writes_the_note_that_is_counted(match_of: Any, on_gpu: Any) ->
 @pytest.mark.parametrize("name", ["install", "installed", "explain", "fuse_exported"])
 def test_a_function_that_is_no_backend_names_the_backend(name: str) -> None:
     remedy = r'torch\.compile\(model, backend="fx_fuser"\), or call fx_fuser\.install\(\) once'
-    with pytest.raises(Exception, match=rf"fx_fuser\.{name} is no backend; use {remedy}"):
+    with pytest.raises(Exception, match=rf"fx_fuser\.{name} is not a backend; use {remedy}"):
         torch.compile(nn.Linear(4, 4), backend=getattr(fx_fuser, name))(torch.randn(2, 4))
 
 

@@ -58,7 +58,7 @@ def other_side(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("length", [96, 99, 100])
 def test_a_learned_bias(length: int, trains: bool, dtype: torch.dtype) -> None:
-    """Also of rows that are no multiple of 16 bytes."""
+    """Also of rows that are not a multiple of 16 bytes."""
     shapes = [*[(B, H, length, D)] * 3, (length, length, H)]
     with torch.set_grad_enabled(trains):
         check_on_kernels(other_side, tensors(*shapes, dtype=dtype, device="cuda"))

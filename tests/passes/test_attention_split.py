@@ -335,7 +335,7 @@ def compiled(model: Any, **options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 def test_values_and_gradients(train: bool) -> None:
-    """At a length that is no multiple of 32: logarithms have rows that no query has."""
+    """At a length that is not a multiple of 32: logarithms have rows that no query has."""
     torch.manual_seed(0)
     model, inputs = Attending(), (torch.randn(2, 41, 16),)
     eager, outputs = run_model(model, inputs, train)

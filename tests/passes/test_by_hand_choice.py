@@ -1,5 +1,5 @@
-"""Attention written by hand: on which GPUs and at which sizes it is rewritten, by the clock, and
-what the backend and explain make of it. Forms: test_by_hand.py, test_by_hand_stays.py."""
+"""Attention written by hand: on which GPUs and at which sizes it is rewritten, by measured time,
+and what the backend and explain make of it. Forms: test_by_hand.py, test_by_hand_stays.py."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_tail(name: str) -> None:
     stays(*TAILS[name])
 
 
-# ---- readers, writers and what is no attention of its own ----------------------------------------
+# ---- readers, writers and what is not an attention of its own ------------------------------------
 
 
 def weights_read(q: Tensor, k: Tensor, v: Tensor) -> Any:

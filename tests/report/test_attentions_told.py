@@ -59,7 +59,7 @@ def test_a_dropout_is_said() -> None:
 def test_why_a_softmax_is_no_attention() -> None:
     report = explained(mixed=True)
     (line,) = report.attention.splitlines()
-    assert "×2 is no attention that fx_fuser describes: " in line
+    assert "×2 is not an attention that fx_fuser knows: " in line
     assert "mixes heads after the softmax" in line
 
 

@@ -138,7 +138,7 @@ def test_the_report_and_the_log_say_so(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert {s.pattern for s in report.fused} == {MUL_MUL, CONV}
     (miss,) = report.refused
     assert miss.pattern == MUL_ADD and miss.where.rpartition("/")[2].startswith("compare.py:")
-    assert miss.reason.startswith("what is fused is wrong on these inputs: output value: error ")
+    assert miss.reason.startswith("the fused site is wrong on these inputs: output value: error ")
     assert Report.from_json(report.to_json()) == report
     torch._dynamo.reset()
     with caplog.at_level(logging.INFO, logger="fx_fuser.report.report"), _told():

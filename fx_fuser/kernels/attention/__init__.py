@@ -1,4 +1,4 @@
-"""Attention of float32 operands by fp16 halves, as exact as in float32 arithmetic.
+"""Attention of float32 operands with fp16 halves, as exact as in float32 arithmetic.
 
 kernels_cu/attention/attention_split_sm90.cuh and attention_backward_sm90.cuh, launched by
 kernels_cu/host/attention_split.h and attention_backward.h. `fx_fuser.passes.attention_split` puts
@@ -21,11 +21,11 @@ SHAPES = ((64, 128, 128), (128, 128, 64))
 # Of kAttentionBackwardShapes, likewise: a block's rows, queries or keys, and a tile's.
 BACKWARD_SHAPES = ((64, 128, 64), (128, 128, 64))
 
-# kDropoutSteps and kMostDropped, likewise: dropout is a share of so many, at most of so many.
+# kDropoutSteps and kMostDropped, likewise: dropout is a number of the former, at most the latter.
 DROPOUT_STEPS = 1 << 15
 MOST_DROPPED = 0x7C00
 
-# By the largest head, the shape that graphs run; and where weights are dropped.
+# Largest head → the shape that graphs run; the last with dropout.
 _FORWARD_OF = {64: 0, 128: 1}
 _BACKWARD_OF = {64: 0, 128: 1}
 _DROPPING_OF = {64: 0}
@@ -33,7 +33,7 @@ _DROPPING_OF = {64: 0}
 
 @functools.cache
 def attention_split(shape: int, dropout: bool) -> Family:
-    """shape: of SHAPES."""
+    """shape: index in SHAPES."""
     return Family(
         "attention/attention_split_sm90.cuh",
         "FX_FUSER_ATTENTION_SPLIT",
@@ -51,7 +51,7 @@ def spec_of(shape: int, dropout: bool = False) -> KernelSpec:
 
 @functools.cache
 def attention_backward(shape: int, dropout: bool) -> Family:
-    """shape: of BACKWARD_SHAPES."""
+    """shape: index in BACKWARD_SHAPES."""
     return Family(
         "attention/attention_backward_sm90.cuh",
         "FX_FUSER_ATTENTION_BACKWARD",
@@ -68,12 +68,12 @@ def backward_spec_of(shape: int, dropout: bool = False) -> KernelSpec:
 
 
 def steps_of(dropout: float) -> int:
-    """The share that is dropped, as kernels and torch's formula have it."""
+    """The share that is dropped, as kernels and torch's formula round it."""
     return round(dropout * DROPOUT_STEPS)
 
 
 def spec_for(d: int, backward: bool = False, dropout: float = 0.0) -> KernelSpec | None:
-    """The kernel of graphs for heads of so many elements; None where there is none."""
+    """The kernel for heads of d elements; None if there is none."""
     of, made = (_BACKWARD_OF, backward_spec_of) if backward else (_FORWARD_OF, spec_of)
     if dropout != 0:
         of = _DROPPING_OF if 0 < steps_of(dropout) <= MOST_DROPPED else {}
@@ -82,7 +82,7 @@ def spec_for(d: int, backward: bool = False, dropout: float = 0.0) -> KernelSpec
 
 
 def offered() -> list[KernelSpec]:
-    """All that `spec_for` gives."""
+    """All kernels that `spec_for` returns."""
     backward = map(backward_spec_of, _BACKWARD_OF.values())
     return [*map(spec_of, _FORWARD_OF.values()), *backward, *_dropping()]
 

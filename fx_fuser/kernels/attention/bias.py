@@ -23,7 +23,7 @@ DTYPES = torch.bfloat16, torch.float16
 
 @functools.cache
 def attention_bias(shape: int) -> Family:
-    """shape: of SHAPES."""
+    """shape: index in SHAPES."""
     header = "attention/attention_bias_sm90.cuh"
     return Family(header, "FX_FUSER_ATTENTION_BIAS", "attention_bias", "sm_90a", sizes=(shape,))
 
@@ -35,7 +35,7 @@ def spec_of(shape: int, dtype: torch.dtype) -> KernelSpec:
 
 @functools.cache
 def attention_bias_backward(shape: int) -> Family:
-    """shape: of SHAPES."""
+    """shape: index in SHAPES."""
     header, macro = "attention/attention_bias_backward_sm90.cuh", "FX_FUSER_ATTENTION_BIAS_BACKWARD"
     return Family(header, macro, "attention_bias_backward", "sm_90a", sizes=(shape,))
 
@@ -48,7 +48,7 @@ def backward_spec_of(shape: int, dtype: torch.dtype) -> KernelSpec:
 def spec_for(
     d: int, dtype: torch.dtype, backward: bool = False, dropout: float = 0.0
 ) -> KernelSpec | None:
-    """The kernel for heads of so many elements; None where there is none."""
+    """The kernel for heads of this size; None if there is none."""
     if dtype not in DTYPES or d % 8 != 0:
         return None
     shapes: tuple[int, ...] = PLAIN
@@ -60,7 +60,7 @@ def spec_for(
 
 
 def offered() -> list[KernelSpec]:
-    """All that `spec_for` gives."""
+    """All kernels that `spec_for` returns."""
     of = [(shape, dtype) for shape in range(len(SHAPES)) for dtype in DTYPES]
     return [made(*one) for made in (spec_of, backward_spec_of) for one in of]
 

@@ -1,12 +1,12 @@
 """Attention of 16-bit operands with a bias, as graphs call it: two functions of `fx_fuser::run`.
 
-They make what `aten._scaled_dot_product_efficient_attention` and its backward do with an
-`attn_bias`, in the same layouts, and each reads what the other of torch's has saved, as those of
-`fx_fuser.ops.attention_split` do. The bias is [B, H, queries, keys], with 1 for B or H where all
-share it. Its gradient is NO_GRADIENT, or SUMMED over those that share it, which makes no tensor of
-all, or WHOLE: of each batch and head. `seed` and `dropout` are as there, too.
+They compute what `aten._scaled_dot_product_efficient_attention` and its backward do with an
+`attn_bias`, in the same layouts, and each reads what torch's other one has saved, like those of
+`fx_fuser.ops.attention_split`. The bias is [B, H, queries, keys], with 1 for B or H if all share
+it. Its gradient is NO_GRADIENT; or SUMMED over those that share it, without a tensor of all; or
+WHOLE: for each batch and head. `seed` and `dropout` are as there.
 
-On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs by torch's.
+On CUDA kernels_cu/host/attention.h runs the kernels. What these do not take runs in torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fx_fuser.ops.attention_split import LSE_ROWS, factors, heads_like
 
 FORWARD, BACKWARD = "attention_bias", "attention_bias_backward"
 NO_GRADIENT, SUMMED, WHOLE = range(3)
-_PITCH = 16  # of the rows of a whole gradient, as torch has it
+_PITCH = 16  # the rows of a whole gradient are padded to a multiple of this, as in torch
 _aten = torch.ops.aten
 
 
@@ -30,7 +30,7 @@ def _of_all(bias: Tensor, q: Tensor) -> Tensor:
 def _weights(
     q: Tensor, k: Tensor, bias: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """In fp32, 0 in a row that sees nothing; and the logarithms of its rows' sums."""
+    """In fp32, 0 in a row that sees nothing; and the log-sum-exp of the rows."""
     scores = q.float() @ k.float().mT * scale + bias.float()
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
