@@ -44,7 +44,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "unaligned/*": (*_LINEAR, "kernels_cu/linear/linear_combs*",
                     "kernels_cu/linear/linear_unaligned*", "fx_fuser/kernels/unaligned.py"),
 }  # fmt: skip
-# What is no code: in Python from # on and docstrings, in CUDA from // on and between /* and */.
+# Not code: in Python comments and docstrings, in CUDA // and /* */ comments.
 _PYTHON = re.compile(r'"""(?:[^"\\]|\\.|"(?!""))*"""|#[^\n]*')
 _CUDA = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 FIELDS = ("commit", "new")  # the second: of two trees that took turns the newer one
@@ -54,7 +54,7 @@ DIRTY = "-dirty"  # behind a commit: files differed from it
 @dataclass
 class File:
     """commits: commit → its rows; "" of rows that name none. changed: commit → what it depends on
-    and has other code now, None of a commit that this history has not; empty without a history."""
+    whose code has changed, None for a commit that is not in this history; empty without a history."""
 
     name: str
     commits: Counter[str]
@@ -191,14 +191,14 @@ def examined(folder: Path, root: Path) -> list[File]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stale")
-    parser.add_argument("--check", action="store_true", help="fail where a commit lacks")
+    parser.add_argument("--check", action="store_true", help="fail if a row names no known commit")
     parser.add_argument("--names", action="store_true", help="the files that changed")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="of the history")
     args = parser.parse_args(arguments)
     files = examined(args.results, args.root)
     if not has_history(args.root):
-        print(f"no whole git history at {args.root}: how old results are is not known")
+        print(f"the git history at {args.root} is not complete: the age of results is unknown")
     for file in files:
         print(file, *(file.names() if args.names else ()), sep="\n    ")
     faults = [f"{file.name}: {fault}" for file in files for fault in file.faults()]
