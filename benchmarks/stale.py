@@ -53,8 +53,9 @@ DIRTY = "-dirty"  # behind a commit: files differed from it
 
 @dataclass
 class File:
-    """commits: commit → its rows; "" of rows that name none. changed: commit → what it depends on
-    whose code has changed, None for a commit that is not in this history; empty without a history."""
+    """commits: commit → its rows; "" of rows that name none. changed: commit → the files that it
+    depends on and whose code has changed; None for a commit that is not in this history. It is
+    empty without a history."""
 
     name: str
     commits: Counter[str]
