@@ -130,6 +130,14 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= LONGEST_README
 
 
+def test_its_first_figures_are_those_of_its_table() -> None:
+    row = r"^\| fp32 +\| transformers .*? ([\d.]+)–([\d.]+) \|"
+    rows = re.findall(row, README, re.MULTILINE)
+    ends = [float(end) for row in rows for end in row]
+    said = re.search(r"fp32 transformers ([\d.]+) to ([\d.]+) times as\s+fast", README)
+    assert said and [float(n) for n in said.groups()] == [round(min(ends), 1), round(max(ends), 1)]
+
+
 def without_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
