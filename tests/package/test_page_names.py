@@ -112,7 +112,7 @@ def unknown_options(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    found: set[str] = set()
+    found = {Path(__file__).stem}
     for path in sources():
         found |= {path.stem, path.name, *re.findall(r"\w+", path.read_text(errors="ignore"))}
     return found
