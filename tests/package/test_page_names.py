@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fnmatch
 import functools
 import re
 from collections.abc import Iterator
@@ -154,3 +155,17 @@ def test_architecture_names_every_module() -> None:
     assert unnamed_modules(page.replace("`fx_fuser/planning/gate.py`", "")) == [
         "fx_fuser/planning/gate.py"
     ]
+
+
+def unnamed_kernels(page: str) -> list[str]:
+    """Device code that its table of files does not name; a `*` stands for any letters."""
+    table = page.partition("\n## Files\n")[2]
+    patterns = re.findall(r"`([\w*.]+)`", table)
+    names = {path.name for path in (ROOT / "kernels_cu").rglob("*.cu*")}
+    return sorted(n for n in names if not any(fnmatch.fnmatch(n, one) for one in patterns))
+
+
+def test_kernels_page_names_every_file() -> None:
+    page = (ROOT / "docs/kernels.md").read_text()
+    assert unnamed_kernels(page) == []
+    assert unnamed_kernels(page.replace("`philox.cuh`", "")) == ["philox.cuh"]
