@@ -1,4 +1,4 @@
-"""Write the results into the tables of README and the pages of docs, and a picture:
+"""Write the results into the tables of README and the pages of docs, and draw their pictures:
 
 python -m benchmarks.report [--check]
 
@@ -33,10 +33,8 @@ ROOT = Path(__file__).parent.parent
 # Page → the marks around its generated text. README has the shortest.
 PAGES = {
     "README.md": ("expect",),
-    "docs/results.md": (
-        *("whole-nets", "nets16", "conv-nets"),
-        *("kernelbench", "seed-problems", "linear-fp32"),
-    ),
+    "docs/results.md": ("whole-nets", "nets16", "conv-nets"),
+    "docs/kernelbench.md": ("kernelbench", "seed-problems", "linear-fp32"),
     "docs/models.md": ("models", "models-gpu"),
     "docs/gpus.md": ("machines",),
 }
@@ -196,15 +194,20 @@ def linear_section(figures: Figures) -> str:
     )
 
 
+def to_expect(folder: Path) -> list[expect.Kind]:
+    whole = [row for rows in tables.read_all(folder, "whole_nets") for row in rows]
+    of_16_bits = tables.read(folder / nets16_tables.PATH)
+    return expect.kinds(whole, of_16_bits, conv_nets.read(folder))
+
+
 def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path) -> dict[str, str]:
     """Mark → its text. folder: of the results of whole nets and KernelBench."""
     sections = [section(path, rows) for path, rows in files.items()]
     nets, of_tables = conv_nets.read(folder), tables.sections(folder)
     of_16_bits = tables.read(folder / nets16_tables.PATH)
-    whole = [row for rows in tables.read_all(folder, "whole_nets") for row in rows]
     return {
         **of_tables,
-        "expect": expect.table(whole, of_16_bits, nets),
+        "expect": expect.table(to_expect(folder)),
         "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
         "linear-fp32": "\n\n".join(map(linear_section, linear)),
         "machines": machines.table(machines.read(folder)),
@@ -303,13 +306,18 @@ def main(arguments: list[str] | None = None) -> int:
 
     files = {path: results.read(path) for path in sorted(args.results.glob("*.json"))}
     texts = generated(files, results.read_linear(args.results), args.results)
+    readmes, drawn = args.results / expect.PICTURE, expect.picture(to_expect(args.results))
     if not args.check:
+        if drawn:
+            readmes.write_text(drawn)
         for path, rows in files.items():
             draw(path.with_suffix(".svg"), rows)
         for name, marks in PAGES.items():
             page = args.root / name
             page.write_text(render(page.read_text(), marks, texts))
     problems = stale(args.root, files, texts)
+    if drawn and not (readmes.exists() and readmes.read_text() == drawn):
+        problems.append(f"{readmes.name} does not show what the results say")
     for problem in problems:
         print(f"{problem}: run python -m benchmarks.report", file=sys.stderr)
     return 1 if problems else 0

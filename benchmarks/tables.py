@@ -129,10 +129,15 @@ def table(lines: Sequence[Sequence[str]], header: Sequence[str], left: int) -> s
     return tabulate(lines, header, "github", colalign=align, disable_numparse=True)
 
 
-def wrapped(text: str) -> str:
-    """Wrapped to a page's width; text in backticks is not broken."""
+def wrapped(text: str, indent: str = "") -> str:
+    """In lines of a page's width; what stands in backticks is not broken.
+
+    indent: of all lines but the first.
+    """
     whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
-    lines = textwrap.fill(whole, 100, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.fill(
+        whole, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     return lines.replace("\0", " ")
 
 
@@ -308,9 +313,9 @@ def whole_nets_section(rows: Sequence[Row]) -> str:
     said = (
         "Medians in ms; a training step is forward, loss and backward. Precision: the setting of "
         "`torch.set_float32_matmul_precision`. Error: relative Frobenius error of the logits "
-        "against float64, without dropout. Accurate: yes means that every output and gradient is "
-        "within the [bound](accuracy.md#the-bound); as Inductor means that the others are within "
-        "the same bound of Inductor's error, in operations that Inductor computes."
+        "against float64, without dropout. Accurate, yes: every output and gradient is within the "
+        "[bound](accuracy.md#the-bound); as Inductor: those that are not are of operations that "
+        "Inductor computes, and within the same bound of Inductor's error."
     )
     body = kinds_table(rows)
     parts = [caption(rows, "whole_nets"), whole_nets_table(rows), wrapped(said)]

@@ -261,7 +261,7 @@ def test_check_fails_when_results_change(tmp_path: Path) -> None:
     results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 1.0)])
     arguments = ["--results", str(tmp_path), "--root", str(pages(tmp_path))]
     assert report.main(arguments) == 0
-    assert "**2.00×**" in (tmp_path / "docs/results.md").read_text()
+    assert "**2.00×**" in (tmp_path / "docs/kernelbench.md").read_text()
     assert report.main([*arguments, "--check"]) == 0
     results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 0.5)])
     assert report.main([*arguments, "--check"]) == 1
@@ -282,7 +282,7 @@ def test_the_accuracy_table_is_what_the_kernels_harness_found(tmp_path: Path) ->
         json.dumps({**machine, "commit": "abc", "accuracy": accuracy, "timing": timing})
     )
     assert report.main(["--results", str(tmp_path), "--root", str(pages(tmp_path))]) == 0
-    page = (tmp_path / "docs/results.md").read_text()
+    page = (tmp_path / "docs/kernelbench.md").read_text()
     cells = {
         tuple(cell.strip() for cell in line.strip("|").split("|"))
         for line in page.splitlines()

@@ -45,7 +45,7 @@ def test_each_kind_has_its_rows() -> None:
     halves += [of_16_bits("no such net", "eval", 9.0, 9.0)]
     images = [convolutional("fp32", True, 3.0, 2.5), convolutional("fp32", False, 9.0, 9.0)]
     images += [convolutional("bf16", True, 9.0, 9.0)]
-    assert cells(expect.table(rows, halves, images)) == [
+    assert cells(expect.table(expect.kinds(rows, halves, images))) == [
         [
             *("fp32", "transformers", "training", "**4.00×**", "2.00–8.00"),
             *("2 of 2", "2.00×", "Test"),
@@ -72,4 +72,15 @@ def test_each_kind_has_its_rows() -> None:
 @pytest.mark.parametrize("field", ["fx_fuser_ms", "fx_fuser_wall_ms"])
 def test_a_row_without_a_time_is_left_out(field: str) -> None:
     row = {**of_16_bits("bert", "eval", 2.0, 1.5), field: None}
-    assert expect.table([], [row], []) == ""
+    assert expect.kinds([], [row], []) == []
+
+
+def test_the_picture_has_a_dot_for_each_net() -> None:
+    rows = [of_16_bits("bert", "eval", 2.0, 1.5), of_16_bits("gpt2", "eval", 2.0, 1.25)]
+    drawn = expect.picture(expect.kinds([], rows, []))
+    assert drawn.count("<circle") == 2
+    assert "transformers, DLRM, speech, inference, bf16" in drawn
+    assert f">{(1.5 * 1.25) ** 0.5:.2f}×</text>" in drawn
+    slower = [of_16_bits("bert", "eval", 2.0, 1.4), rows[1]]
+    assert expect.picture(expect.kinds([], slower, [])) != drawn
+    assert expect.picture([]) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,18 @@ def cells(line: str) -> list[str]:
 def test_what_is_not_measured_is_counted() -> None:
     rows = [made_up(net, step=step) for net, step in sorted(nets16_tables.CASES)]
     assert f"Measured: {len(rows) - 1} of the {len(rows)} cases" in nets16_tables.section(rows[1:])
+
+
+def test_readme_says_how_many_are_slower_and_how_much() -> None:
+    rows = json.loads((report.results.FOLDER / nets16_tables.PATH).read_text())
+    slower = [row for row in rows if nets16_tables.slower(row)]
+    text = " ".join((report.ROOT / "README.md").read_text().split())
+    said = re.search(
+        r"are (\d+) of (\d+) nets .*? by up to ([\d.]+) % in GPU time and ([\d.]+) %", text
+    )
+    assert said
+    least = [
+        min(nets16_tables.ratio(row, what) or 1 for row in slower) for what in ("ms", "wall_ms")
+    ]
+    assert [int(said[1]), int(said[2])] == [len(slower), len(rows)]
+    assert [said[3], said[4]] == [f"{100 * (1 - least[0]):.1f}", f"{100 * (1 - least[1]):.0f}"]

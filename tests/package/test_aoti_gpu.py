@@ -89,7 +89,7 @@ def test_a_package_in_a_new_process(loader: str, is_cached: bool, tmp_path: Path
         torch.save((inputs, [exact(given.double()) for given in inputs]), tmp_path / "values")
     package = tmp_path / "model.pt2"
     if loader == "AOTInductor":
-        settings = {"comprehensive_padding": False}  # docs/patterns.md
+        settings = {"comprehensive_padding": False}  # docs/exported.md
         torch._inductor.aoti_compile_and_package(
             made, package_path=str(package), inductor_configs=settings
         )

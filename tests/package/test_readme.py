@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from forked import run_script
 
+from fx_fuser import versions
 from fx_fuser.options import Options
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,20 @@ def test_readme_lists_options_with_their_defaults() -> None:
 
 def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= LONGEST_README
+
+
+def test_its_first_figures_are_those_of_its_table() -> None:
+    row = r"^\| fp32 +\| transformers .*? ([\d.]+)–([\d.]+) \|"
+    rows = re.findall(row, README, re.MULTILINE)
+    ends = [float(end) for row in rows for end in row]
+    said = re.search(r"fp32 transformers ([\d.]+) to ([\d.]+) times as\s+fast", README)
+    assert said and [float(n) for n in said.groups()] == [round(min(ends), 1), round(max(ends), 1)]
+
+
+def test_versions_of_torch_are_those_of_the_code() -> None:
+    oldest, newest = versions.OLDEST_TORCH, versions.NEWEST_TESTED_TORCH
+    said = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    assert said in README and said in TEXTS["docs/no_gain.md"]
 
 
 def without_blocks(text: str) -> str:
