@@ -31,9 +31,9 @@ _MOST_INLINE = 8  # inputs of a `cat` that is not materialised; Inductor's max_p
 def ms_into_cat(match: Match) -> float:
     """The copy of the site's value into a `cat` that reads it, in ms.
 
-    Inductor computes a pointwise operation into its part of the joined buffer. The result of an
-    opaque call it must copy; so it must a bare library gemm's, which therefore costs nothing extra
-    here. A `cat` that pointwise operations alone read is never materialised
+    Inductor computes a pointwise operation into its part of the joined buffer. It must copy the
+    result of an opaque call, and that of a bare library gemm, too, which therefore costs nothing
+    extra here. A `cat` that only pointwise operations read is never materialised
     (`torch._inductor.lowering.cat`).
     """
     y = bench_ops.form_of(match.root)
@@ -48,8 +48,8 @@ def ms_into_cat(match: Match) -> float:
 
 
 def _is_pointwise(match: Match) -> bool:
-    """Does a pointwise operation of Inductor's make the value? It takes a bias off a convolution
-    (`torch._inductor.kernel.conv`), not off a gemm."""
+    """Would Inductor make the value by a pointwise operation?  It splits a bias from a convolution
+    (`torch._inductor.kernel.conv`), not from a gemm."""
     anchor, operands = ANCHORS[match.site.kind], match.site.operands
     is_biased = isinstance(anchor, Conv2d) and operands["bias"] is not None
     is_normed = isinstance(anchor, Conv2dBatchNorm)
@@ -57,7 +57,7 @@ def _is_pointwise(match: Match) -> bool:
 
 
 def _readers(view: View, node: Node, depth: int = 8) -> Iterator[Node]:
-    """Of the value, through views of it."""
+    """The value's readers, through views of it."""
     for reader in view.readers[node]:
         if called_name(reader) in VIEWS and depth:
             yield from _readers(view, reader, depth - 1)

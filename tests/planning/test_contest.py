@@ -48,7 +48,7 @@ def test_a_microsecond_is_the_least_gain() -> None:
 
 
 def test_what_costs_the_gain_is_said() -> None:
-    assert winner([Timing(0.9)], 1.0, [0.25]).note == "; 0.25 ms more where it stands"
+    assert winner([Timing(0.9)], 1.0, [0.25]).note == "; 0.25 ms more in this graph"
     assert winner([Timing(1.5)], 1.0).note == ""
 
 
@@ -250,4 +250,4 @@ def test_a_gain_that_the_copy_takes_is_none(
     decision = decide(match)
     assert isinstance(decision, Refusal) != fuses
     if isinstance(decision, Refusal):
-        assert "0.2 ms more where it stands" in decision.reason
+        assert "0.2 ms more in this graph" in decision.reason

@@ -443,7 +443,7 @@ def test_a_bad_option_is_no_fault_of_ours_to_survive(on_gpu: Any) -> None:
     "dtype, sizes, words",
     [
         (torch.float32, (4096, 512, 512), ""),
-        (torch.float32, (4, 16, 8), "some 10 us"),
+        (torch.float32, (4, 16, 8), "about 10 us"),
         (torch.bfloat16, (4096, 512, 512), "in bfloat16 the library's gemm is as fast"),
         (torch.bfloat16, (4096, 415, 512), "has no fast kernel for rows of 415 elements"),
         (torch.float16, (64, 512, 50257), "has no fast kernel for rows of 50257 elements"),
