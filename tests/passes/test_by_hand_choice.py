@@ -89,7 +89,7 @@ def test_what_the_pass_would_leave_is_not_timed(
 ) -> None:
     keys = timed(monkeypatch, 1.0, 1.0, 0.3)
     assert "it is small" in stays(on_gpu(2, 4, 64, 64))
-    assert "no kernel takes sizes" in stays(on_gpu(4, 8, 1024, 136))
+    assert "no kernel supports sizes" in stays(on_gpu(4, 8, 1024, 136))
     monkeypatch.setattr(load, "runs_on", lambda *_: False)
     assert stays(on_gpu(*LONG)) == "this GPU has no kernel for it"
     assert not keys and not built
