@@ -249,8 +249,9 @@ class _Finder:
             elif is_number(given):
                 args.append(float(given))  # type: ignore[arg-type]
             else:
-                why = "a value that changes from call to call"
-                why = "scores twice" if given is before else why
+                why = (
+                    "scores twice" if given is before else "a value that changes from call to call"
+                )
                 raise RefusedError(node, f"{statement(node)}, takes {why}")
         return [Step(written.op, tuple(args), _tensor(node).dtype)], dims
 

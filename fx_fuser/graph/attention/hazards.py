@@ -1,4 +1,4 @@
-"""Can an attention be replaced as a whole?  Who else uses its values; regions and tensor classes.
+"""Can an attention be replaced as a whole?  Checks who else uses its values, regions and classes.
 
 `fx_fuser.ops.checks` does the same for a tail, and has the cases that went wrong.
 """
@@ -34,7 +34,7 @@ def checked(view: View, site: AttentionSite) -> AttentionSite:
 
 
 def alone(view: View, node: Node, nodes: tuple[Node, ...]) -> None:
-    """Raises RefusedError if others than these nodes read its value."""
+    """Raises RefusedError if nodes other than these read its value."""
     reader = next((r for r in view.readers[node] if r not in nodes), None)
     if reader is None:
         return
@@ -78,7 +78,7 @@ def _one_region(view: View, site: AttentionSite) -> None:
 
 
 def _writes_stay_inside(view: View, site: AttentionSite) -> None:
-    """Nothing else sees what an operation in place changes, and no other writes to the site's
+    """Nothing else sees what an in-place operation changes, and nothing else writes to the site's
     values."""
     memory = storages(site.nodes[:-1])
     end = view.order[site.node]
@@ -114,7 +114,7 @@ def _operands_unchanged(view: View, site: AttentionSite) -> None:
     first = min(order[node] for node in site.nodes)
     operands = dict.fromkeys(operand.node for operand in site.operands)
     for node in operands:
-        # An operand behind a view is read there, and never written (`read_through.origin`).
+        # The site reads a view of some operands; nothing writes to these (`read_through.origin`).
         read = [order[reader] for reader in view.readers[node] if reader in inside]
         before = view.nodes[min(read) - 1] if read else node
         if is_written(view, node, before, end):

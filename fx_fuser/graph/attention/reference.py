@@ -30,7 +30,7 @@ def reference(site: AttentionSite, values: Mapping[Node, Tensor]) -> Tensor:
         return operand.seen(tensor, sizes, order)
 
     def matrix(operand: Operand, left: Dim, right: Dim) -> Tensor:
-        """[*batch, left, right], the last two dimensions whole."""
+        """[*batch, left, right], the last two dimensions not broadcast."""
         tensor = seen(operand, (*batch, *left, *right))
         here = [*tensor.shape[: len(batch)], *(sizes[axis] for axis in (*left, *right))]
         shape = [math.prod(sizes[axis] for axis in part) for part in (left, right)]

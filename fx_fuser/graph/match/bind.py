@@ -3,7 +3,7 @@
 Matching finds the nodes of a pattern, and may read them as sums and products of anything. What runs
 is read off those nodes here: every operation once, as the user wrote it, in the order and
 association of the graph. Only the two operands of one addition or multiplication may be exchanged.
-Names are given by first use. So the same computation has the same text wherever it stands.
+Names are given by first use. So the same computation has the same text wherever it occurs.
 """
 
 from __future__ import annotations

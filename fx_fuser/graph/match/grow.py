@@ -1,6 +1,6 @@
-"""Site → the match of the pointwise tail behind it, where no named pattern fits.
+"""Site → the match of the pointwise tail after it, where no named pattern fits.
 
-The tail is the largest region of epilogue operations behind the anchor's value z that ends in one
+The tail is the largest region of epilogue operations after the anchor's value z that ends in one
 value, which post-dominates z: every reader of z, and of what is computed from z, leads to it. A
 reduction, an output or any other operation ends the growth; views were moved out of its way
 (`graph.prepare.sink`). If a check of `ops.checks` refuses a region, the next smaller one is tried.

@@ -48,7 +48,7 @@ _CACHED = [n for n, v in vars(View).items() if isinstance(v, functools.cached_pr
 def near_miss(
     view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll
 ) -> Refusal | None:
-    """The pattern that lacks least at this site, if more of it is there than the anchor."""
+    """The pattern that is nearest to a match here, if more of it than the anchor is there."""
     fitting = [p for p in patterns if p.kind == site.kind]
     work, begun, off = Work(_WORK), list[Refusal](), list[Refusal]()
     with contextlib.suppress(TooMuchWorkError):  # keep the misses found until then
@@ -99,7 +99,7 @@ def _one_off(
 def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
     said = view.canonical(node)
     fusible = said is not None and said.op in OPS and not OPS[said.op].returns_input
-    help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
+    help = f"register a pattern with {op_of(node)} (see docs/patterns.md)" if fusible else ""
     value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
     place = "" if value else at(node)
     fault = Fault(node, f"{value}{op_of(node)}{place}; {what}", help)

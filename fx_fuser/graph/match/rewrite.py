@@ -31,8 +31,8 @@ class Call:
 
 
 def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> dict[Node, Node]:
-    """Put each call in the place of its match's last node; erase the matched nodes. Returns for
-    each of them the node that has its match's result.
+    """Put each call in place of its match's last node; erase the matched nodes. Returns for each of
+    them the node that has its match's result.
 
     Of the old nodes' meta only two things are kept: the `example_value` of the node that is
     replaced, and where in the user's source it comes from.
@@ -86,7 +86,7 @@ def _insert(match: Match, call: Call) -> Node:
 def _erase(graph: Graph, matches: Sequence[Match]) -> None:
     """Erase the matched nodes, and the transposes of weights that only they used.
 
-    The last first, over all matches: one match may read what another one makes, in either order.
+    Last to first, over all matches: one match may read what another one makes, in either order.
     """
     matched = {node: match.view for match in matches for node in match.nodes}
     for node in sorted(matched, key=lambda n: matched[n].order[n], reverse=True):

@@ -57,7 +57,7 @@ def trace(
 ) -> Pattern:
     """Trace `source` into a `Pattern`; raise PatternError if it is not one.
 
-    name: default, the function's own name, or its module's where that is just `source`.
+    name: by default the function's name, or its module's if that is just `source`.
     """
     _check_arguments(source, check, name)
     name = _default_name(source) if name is None else name

@@ -81,7 +81,7 @@ class _Share(torch.autograd.Function):
 
 
 def localize(graph: Graph) -> Localized:
-    """Move every operation to the local shards that can be moved."""
+    """Move every operation that allows it to the local shards."""
     if not any(is_dtensor(meta_tensor(node)) for node in graph.nodes):
         return Localized(graph, {}, {})
     finder = Finder(View(graph))
@@ -195,7 +195,7 @@ class Localized:
                 self._graph.erase_node(made)
 
     def _show_local(self, base: Node, readers: Sequence[Node], now: Mapping[Node, Node]) -> None:
-        """Give the nodes that still read its local shard that of an operation put back."""
+        """An operation was put back: give its local shard to the nodes that still read that."""
         if not readers:
             return
         own = (n for n, b in self._base.items() if b is base and not self._is_whole(n))

@@ -203,7 +203,7 @@ def inverse(steps: Sequence[Step], tensor: torch.Tensor) -> tuple[Call, ...] | N
 
 
 class _Undone:
-    """A tensor's sizes and strides as calls change them. strides: None behind a copy."""
+    """A tensor's sizes and strides as calls change them. strides: None after a copy."""
 
     def __init__(self, sizes: list[Size], strides: list[Size]) -> None:
         self.sizes = sizes
@@ -235,7 +235,7 @@ class _Undone:
 
     def regroup(self, groups: Sequence[Group]) -> None:
         """From each group's sizes after the view to those before it. The last group first, so that
-        the places of the others stay."""
+        the others keep their places."""
         start = len(self.sizes)
         for before, after in reversed(groups):
             start -= len(after)

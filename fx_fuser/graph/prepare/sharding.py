@@ -56,7 +56,7 @@ class Local:
     """An operation that can run on local shards.
 
     value: its DTensor. like: a node with a DTensor on the same mesh. gradients: operand → the
-    placements of its gradient. shares: operand → among how many ranks it is divided.
+    placements of its gradient. shares: operand → the number of ranks it is divided among.
     """
 
     value: Any

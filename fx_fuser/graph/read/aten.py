@@ -2,7 +2,7 @@
 
 Where Dynamo records `torch.mul` or `x.mul_(y)`, an exported graph has `aten.mul.Tensor` or
 `aten.mul_.Tensor`. torch makes `torch.mul` from the schemas of those overloads. So an overload
-means what its function means, and its arguments have the same names, but for `self`, which the
+means what its function means, and its arguments have the same names, except `self`, which the
 function calls `input`. There is no second table of meanings: `lookup` finds the entry of the
 function in a table of ours, and `by_name` calls a rule of the function with the overload's
 arguments.

@@ -214,7 +214,7 @@ MOVES: dict[str, Callable[..., Any]] = {
 
 
 def _sizes(node: Node) -> tuple[Any, ...]:
-    """The sizes that a view or a reshape asks for. Called with a dtype, say, it gets no size."""
+    """The arguments of a view or a reshape: sizes, unless it is called with something else."""
     given = node.args[1:] or tuple(node.kwargs.values())
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = tuple(given[0])

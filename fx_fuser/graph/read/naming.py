@@ -17,7 +17,7 @@ from fx_fuser.graph.read.source import op_of, source_of
 from fx_fuser.graph.read.view import View
 
 SHARD_OF = "fx_fuser_shard_of"  # in the meta of a DTensor's local shard: the node of the DTensor
-_LONGEST = 48  # of what is quoted
+_LONGEST = 48  # characters that are quoted
 _ITEM = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]")
 
 

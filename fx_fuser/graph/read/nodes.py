@@ -67,7 +67,7 @@ def as_written(node: Node) -> dict[str, Any]:
 
 
 def is_dtensor(value: object) -> bool:
-    """Does not import DTensor, which takes time: if nobody has imported it, there is none."""
+    """Is it a DTensor?  Does not import the class, which takes time: without it there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -234,7 +234,7 @@ def writes_of(node: Node) -> tuple[Node, ...]:
 
 
 def _written_by_function(node: Node) -> Sequence[Any] | None:
-    """None if that is unknown."""
+    """The arguments that a function may write to; None if that is unknown."""
     target = node.target
     if getattr(target, "writes_nothing", False) is True:  # of `graph.prepare.localize`
         return ()

@@ -1,4 +1,4 @@
-"""The operations that an epilogue may have: `OPS`, with all that is known of each.
+"""The operations that an epilogue may have: `OPS`, with all that is known about each.
 
 To add one, add an entry. What it means in torch (the CPU kernel, the reference of the tests and, by
 `torch.autograd.grad`, the pointwise backward), its CUDA text (of functions of
@@ -151,7 +151,7 @@ def _others(place: int, count: int) -> Sequence[int]:
 
 
 def _slope_of_sum(scaled: int, is_negative: bool) -> Slope:
-    """Of x ± factor · y, where y is the argument at place `scaled`."""
+    """The slope of x ± factor · y, where y is the argument at place `scaled`."""
 
     def slope(emit: Emit, dy: str, place: int, args: Args, attrs: Attrs) -> str:
         if place != scaled:
@@ -258,6 +258,6 @@ _ENTRIES = (
               "gelu_tanh" if approximate == "tanh" else "gelu", x)),
 )  # fmt: skip
 OPS = {op.name: op for op in _ENTRIES}
-# With the operation of an anchor's own z: torch's BatchNorm is one kernel, which nvcc contracts.
+# An anchor's own z may also have an fma: torch's BatchNorm is one kernel, which nvcc contracts.
 _FMA = pointwise("fma", lambda x, a, b: x * a + b)
 ALL_OPS: Mapping[str, PointwiseOp] = collections.ChainMap(OPS, {_FMA.name: _FMA})

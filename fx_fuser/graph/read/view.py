@@ -179,7 +179,7 @@ class View:
 
     @functools.cached_property
     def shown_at(self) -> dict[Any, list[int]]:
-        """Storage → places in the order of the nodes whose value lies in it."""
+        """Storage → places in the order of the nodes whose value is in it."""
         return self._by_storage((n, storages((n,))) for n in self.nodes)
 
     @functools.cached_property
