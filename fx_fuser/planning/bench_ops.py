@@ -301,7 +301,7 @@ def compare(
         found, size = _distance(library, fused)
         if not found <= far * size:
             raise DisagreementError(
-                f"the {name} kernel's {list(library.shape)} in {dtype} is "
+                f"the {name} kernel's {list(library.shape)} in {dtype} differs by "
                 f"{found / max(size, 1e-30):.1g} from the library's"
             )
 

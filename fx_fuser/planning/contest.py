@@ -48,7 +48,7 @@ def times(
         error.warn()
         return str(error)
     if found is None:
-        return "no memory to time it"
+        return "not enough memory to time it"
     replays = options is not None and options.replays_cuda_graphs
     return [Timing(took.gpu) for took in found] if replays else found
 

@@ -97,7 +97,7 @@ class InLayout(NamedTuple):
 def times_in_layout(
     match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> InLayout | str:
-    """Those of candidates that run in any layout, in inference; or why there are none."""
+    """Times of candidates that run in any layout, in inference; or why there are none."""
     library, _, fused = _parts(candidates)
     if not match.bound.epilogue.steps:
         fused = [choices for choices in fused if choices["product"] != FOLDED]

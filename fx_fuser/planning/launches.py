@@ -58,7 +58,7 @@ def times_of(
     chosen: str | None,
     options: Options,
 ) -> InLayout | None:
-    """Those of a convolution that was timed in the graph's layout. chosen: what it runs on."""
+    """Times of a convolution that was timed in the graph's layout. chosen: what it runs on."""
     if not isinstance(ANCHORS[match.site.kind], Conv2d) or len(offered) == 1:
         return None
     if chosen not in (None, LIBRARY) and not KERNELS[chosen].any_layout:

@@ -27,7 +27,7 @@ log = logging.getLogger("fx_fuser.planning.layout")
 
 FORCED = "force_layout_optimization"  # Inductor's setting
 _CONVOLUTION = torch.ops.aten.convolution.default
-# With so many nodes per convolution or more, Inductor leaves the layout. It counts those of its own
+# With so many nodes per convolution or more, Inductor keeps the layout. It counts those of its own
 # graph, which has some two for each of Dynamo's.
 _FEW = 300 // 2
 _SETTINGS = ("layout_optimization", FORCED)

@@ -41,7 +41,7 @@ def ms_into_cat(match: Match) -> float:
         return 0.0
     readers = [*_readers(match.view, match.root)]
     joins = [node for node in readers if called_name(node) in _JOINS]
-    # Where others read the value as well, Inductor writes it into the buffer rather than twice.
+    # If others read the value as well, Inductor writes it once, into the buffer.
     if not joins or (len(readers) == 1 and _is_inline(match.view, joins[0])):
         return 0.0
     return 1e3 * 2 * y.bytes / limits.of(device_of(match)).bandwidth

@@ -145,7 +145,7 @@ def _measure(
 
 
 def times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Timing]:
-    """Medians of each candidate's times, measured anew; all are on `device`, a CUDA device."""
+    """Medians of each candidate's times, not recalled; all are on `device`, a CUDA device."""
     found = iter(_times_of([c for c in candidates if c.is_exact], device))
     return [next(found) if c.is_exact else Timing(math.inf) for c in candidates]
 
@@ -172,7 +172,7 @@ def _times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Tim
 
 
 def _timing(candidate: Candidate, gpu: float, queued: float) -> Timing:
-    """queued: the host's time for one call of the candidate, in ms. It is kept where no decision
+    """queued: the host's time for one call of the candidate, in ms. It is used where no decision
     depends on the host: 30 more calls of a gemm of 6 ms would take 0.2 s.
     """
     if candidate.call is None:

@@ -57,7 +57,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, *ms: float) -> list[Any]:
 
     def times(key: Any, make: Any, device: torch.device) -> list[Timing] | str:
         keys.append(key)
-        return [Timing(one) for one in ms] or "no memory to time it"
+        return [Timing(one) for one in ms] or "not enough memory to time it"
 
     monkeypatch.setattr(contest, "times", times)
     return keys
@@ -134,7 +134,7 @@ def test_torchs_own_kernel_is_switched_off(
         ((1.0, 0.9, 0.3), ""),
         ((1.0, 0.3, 0.9), "0.3 ms as it is written, 0.9 fused"),
         ((0.3, 1.0, 0.3), "0.3 ms as it is written, 0.3 fused"),
-        ((), "no memory to time it"),
+        ((), "not enough memory to time it"),
     ],
 )
 def test_the_clock_decides(

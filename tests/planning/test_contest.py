@@ -115,7 +115,7 @@ def test_where_cuda_graphs_are_replayed_the_host_costs_nothing(
 
 def test_a_contest_that_finds_no_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _given(monkeypatch, None)
-    assert contest.times((), list, GPU) == "no memory to time it"
+    assert contest.times((), list, GPU) == "not enough memory to time it"
 
 
 def test_a_kernel_that_is_wrong_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_kernel_that_is_wrong_is_warned_of(monkeypatch: pytest.MonkeyPatch) ->
         bench_ops.compare([lambda: [right], lambda: [wrong]], "new", torch.float32)
         return []
 
-    with pytest.warns(UserWarning, match=r"the new kernel's \[4\] in torch.float32 is 0.1 from"):
+    with pytest.warns(UserWarning, match=r"the new kernel's \[4\] in torch.float32 differs by"):
         said = contest.times((), make, GPU)
     assert isinstance(said, str) and said.startswith("the new kernel's")
 

@@ -95,7 +95,7 @@ def test_training_is_judged_on_the_sum(
     assert getattr(decision, "choices", None) == choices
 
 
-@pytest.mark.parametrize("why", ["no memory to time it", "sizes unknown"])
+@pytest.mark.parametrize("why", ["not enough memory to time it", "sizes unknown"])
 def test_what_was_not_benched_is_not_taken(
     match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
