@@ -81,7 +81,7 @@ _PARAMETER = Held(others=True)
 
 @dataclass(frozen=True)
 class Known:
-    """What else is known of a graph's nodes.
+    """What else is known about a graph's nodes.
 
     value: what the graph computes without any input; None for other nodes. given: placeholder of a
     body → argument of its call. written: the memory that something writes to in place.
@@ -209,7 +209,7 @@ def always_taken(value: Node, known: Known) -> Node:
         return value
     if (now.dtype, now.device) != (was.dtype, was.device):
         return value
-    # What is not taken has a gradient of 0, which is not None.
+    # What is not taken has a gradient of zeros, not None.
     if (left is not None and left.requires_grad) or (was.requires_grad and not now.requires_grad):
         return value
     # A value that is computed ahead is the one after all writes.

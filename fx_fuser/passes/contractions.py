@@ -212,7 +212,7 @@ def _rewrite(node: Node, called: _Sum, equation: str, region: Region) -> bool:
 
 
 def _squeezed(node: Node, factor: Node, called: _Sum, fake: Tensor) -> Node:
-    """The factor without the dimensions that it has for broadcasting alone."""
+    """The factor without the dimensions that it has only for broadcasting."""
     dims = called.broadcast(factor)
     if not dims:
         return factor

@@ -185,7 +185,7 @@ def _needs_formula(node: Node, scope: Scope) -> bool:
 
 
 def _known(scope: Scope) -> Known:
-    """What a graph tells of a node's numbers."""
+    """What a graph tells about a node's numbers."""
 
     def value(node: Node) -> Tensor | None:
         try:

@@ -18,7 +18,7 @@ the gradient of a head's weight does not pay, and it skips memory-bound gemms.
 
 The pass runs before the graph is partitioned into forward and backward (`joint_custom_pre_pass`).
 Each gemm's sizes and strides are timed once, with a copy of each operand that is not made by a
-pointwise operation for gemms alone.
+pointwise operation for gemms only.
 """
 
 from __future__ import annotations

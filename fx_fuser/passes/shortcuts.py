@@ -82,8 +82,8 @@ class Places:
 
     def _cost(self, nodes: Sequence[Node]) -> tuple[int, int]:
         """Bytes alive at the peak, and those of all steps added up, if these nodes, which are
-        adjacent in the graph, ran in this order. Without what they neither make nor read, which is
-        alive in any order.
+        adjacent in the graph, ran in this order. Leaves out what they neither make nor read, which
+        is alive in any order.
 
         A node that makes nothing is not a step: there are two views per layer that `fold` folds.
         """

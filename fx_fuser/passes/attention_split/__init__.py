@@ -108,7 +108,7 @@ def behind(last: Products) -> AttentionSplit:
 
 
 def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
-    """The kernels that the pass may ask for, to be compiled beside others before it does."""
+    """The kernels that the pass may ask for, to be compiled with others before it does."""
     if torch.is_autocast_enabled(device.type):
         return []
     nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)

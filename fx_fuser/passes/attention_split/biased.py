@@ -5,11 +5,11 @@ With a trained bias, torch has only its memory-efficient kernel, whose backward 
 gradient of each batch and head; a sum over what shares the bias follows. Both are replaced,
 separately as in `fx_fuser.passes.attention_split`, by functions of `fx_fuser.ops.attention_bias`:
 the backward with the sum, where nothing else reads what is summed. In inference torch may use
-cuDNN's, whose bias need not be of all batches and heads: it is replaced, too. Each is timed once
+cuDNN's, whose bias may be shared by all batches or heads: it is replaced, too. Each is timed once
 against torch's for each combination of sizes and strides.
 
-Models wholly in 16 bits have no other pass over Inductor's graphs, nor have those whose fp32 gemms
-are to be the library's; there this one runs alone.
+No other pass runs over Inductor's graphs of a model that is wholly in 16 bits, or whose fp32 gemms
+stay with the library; there this one runs alone.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _has_bias(node: Node) -> bool:
 
 
 def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
-    """The kernels that the pass may ask for, to be compiled beside others before it does."""
+    """The kernels that the pass may ask for, to be compiled with others before it does."""
     found = dict.fromkeys(spec for node in _nodes_of(gm) for spec in _foreseen_at(node, device))
     return [spec for spec in found if load.runs_on(spec, device)]
 

@@ -132,7 +132,7 @@ class Layout:
         return _joined(calls, node, site.result.dims, copies=True)
 
     def _apart(self, calls: Calls, node: Node, dims: Sequence[Dim]) -> tuple[Node, list[int]]:
-        """With one dimension per axis; and the axes."""
+        """The node with one dimension per axis, and the axes."""
         for i in reversed(range(len(dims))):
             sizes = [self.site.sizes[a] for a in dims[i]]
             if not sizes:

@@ -105,7 +105,7 @@ def _kind(mask: Any, queries: int, keys: int, prove: Prove) -> str:
 
 
 def _shown(mask: Tensor) -> Tensor:
-    """Only here a bool mask hides where it is true."""
+    """In this call, unlike others, a bool mask hides where it is true."""
     return ~mask if mask.dtype is torch.bool else mask.float()
 
 

@@ -41,7 +41,7 @@ class _Shown:
     def __call__(self, value: Tensor) -> Tensor:
         seen = self.mask.seen(value, self.sizes, self.order)
         if value.dtype is not torch.bool:
-            return seen.float()  # in which it is added
+            return seen.float()  # the dtype in which it is added
         return ~seen if self.hides else seen
 
 

@@ -63,9 +63,9 @@ class Given:
 
 @dataclass(frozen=True)
 class Parts:
-    """loss: the one loss or gather of logits. given: what it is given. labels: its labels before
-    any views. tail: between the Linear and all of them. steps: of rows. at: the node before which
-    the op is made."""
+    """loss: the one loss or gather of logits. given: what it is given. labels: its labels, in any
+    shape. tail: between the Linear and all of them. steps: of rows. at: the node before which the
+    op is made."""
 
     loss: Node
     given: Given
