@@ -51,7 +51,7 @@ class Anchor(ABC):
 
     @abstractmethod
     def form_fault(self, site: Site) -> str:
-        """Why the op does not take the site's ranks and attributes; empty if it does."""
+        """Why the op does not support the site's ranks and attributes; empty if it does."""
 
     def leaf_counts(self, site: Site) -> tuple[int, int]:
         """How many tensors and how many numbers z is made of, at most."""
@@ -81,7 +81,7 @@ class Anchor(ABC):
     def recompute(
         self, operands: Operands, config: Config, multiply: Multiply = library_gemm
     ) -> Tensor:
-        """c, for a backward for which it was not saved. multiply: makes it, where it is a gemm."""
+        """c, for a backward for which it was not saved. multiply: computes it if it is a gemm."""
 
     @abstractmethod
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -133,5 +133,5 @@ class Anchor(ABC):
     ) -> dict[str, Tensor]:
         """Gradients of the operands that need one; dz is in the accumulation dtype.
 
-        multiply: makes those that are gemms.
+        multiply: computes those that are gemms.
         """

@@ -29,8 +29,8 @@ class BatchMatMul(MatMul):
         assert x is not None and weight is not None
         if x.ndim != weight.ndim or x.ndim < 3:
             return (
-                f"its operands have ranks {x.ndim} and {weight.ndim}; a batched matmul has two "
-                "of one rank, 3 or more"
+                f"its operands have ranks {x.ndim} and {weight.ndim}; a batched matmul needs "
+                "equal ranks, 3 or more"
             )
         leading = zip(x.shape[:-2], weight.shape[:-2])
         if not all(statically_known_true(a == b) for a, b in leading):

@@ -70,13 +70,13 @@ def library_convolution(
 
 
 def memory_format_of(image: Tensor) -> torch.memory_format:
-    """channels_last, or contiguous_format of any other layout and where it is both."""
+    """channels_last; contiguous_format for any other layout, and if it is both."""
     is_last = image.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if is_last and not image.is_contiguous() else torch.contiguous_format
 
 
 def is_window(weight: Tensor) -> bool:
-    """Has a filter more than one tap?"""
+    """Does a filter have more than one tap?"""
     return any(int(size) != 1 for size in weight.shape[2:])
 
 

@@ -54,11 +54,11 @@ def _scaled_sum(dz: Tensor, deviation: Tensor, rstd: Tensor) -> Tensor:
 
 
 def _scaled(dz: Tensor, rstd: Tensor, gamma: Tensor) -> Tensor:
-    """dz · rstd · gamma, finite if that is; rstd and gamma: a number a channel.
+    """dz · rstd · gamma, finite if that is; rstd and gamma: one number per channel.
 
-    As torch does, both vectors are multiplied first: a large dz · rstd may overflow, and be NaN
-    times a gamma of 0. Where their product is out of range, the smaller comes first: then dz times
-    it overflows only if the result does, and a 0 meets no infinity.
+    As torch does, both vectors are multiplied first: a large dz · rstd may overflow, and times a
+    gamma of 0 become NaN. Where their product is out of range, the smaller comes first: then dz
+    times it overflows only if the result does, and a 0 meets no infinity.
     """
     both = rstd * gamma
     is_whole, is_larger = _is_normal(both), rstd.abs() > gamma.abs()
@@ -193,7 +193,7 @@ class Conv2dBatchNorm(Conv2d):
             return [y]
         mean, var = (s.detach() for s in statistics)
         count = y.shape[0] * y.shape[2] * y.shape[3]
-        # var · count may overflow; no SymFloat, which AOTAutograd would want as a tensor.
+        # var · count may overflow; and a SymFloat would have to be a tensor for AOTAutograd.
         var = var + var / (count - 1)
         m = config["momentum"]
         pairs = ((running_mean, mean), (running_var, var))
@@ -211,7 +211,7 @@ class Conv2dBatchNorm(Conv2d):
         needs: Mapping[str, bool],
         multiply: Multiply = library_gemm,
     ) -> dict[str, Tensor]:
-        # In the accumulation dtype throughout; aten's own kernels want one dtype for c and gamma.
+        # In the accumulation dtype throughout; aten's own kernels need one dtype for c and gamma.
         leaves = self.leaves(operands, outputs, config)
         wide = {n: v.to(dz.dtype) for n, v in leaves.items() if isinstance(v, Tensor)}
         rstd = (wide["var"] + config["eps"]).rsqrt()

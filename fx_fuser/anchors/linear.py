@@ -29,10 +29,10 @@ class Linear(Anchor):
         x, weight = (meta_tensor(site.operands[n]) for n in ("x", "weight"))  # type: ignore[arg-type]
         assert x is not None and weight is not None
         if weight.ndim != 2 or x.ndim < 1:
-            return f"x has rank {x.ndim} and the weight {weight.ndim}; at least 1 and 2"
+            return f"x has rank {x.ndim} and the weight {weight.ndim}, not 1 or more and 2"
         bias = site.operands["bias"]
         if bias is not None and meta_tensor(bias).ndim != 1:  # type: ignore[union-attr]
-            return "the bias is no vector"
+            return "the bias is not a vector"
         return ""
 
     def leaf_counts(self, site: Site) -> tuple[int, int]:

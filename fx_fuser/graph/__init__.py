@@ -1,1 +1,1 @@
-"""Reading and rewriting FX graphs, in rooms: `read`, then `prepare`, `attention` and `match`."""
+"""Reads and rewrites FX graphs: `read` first, then `prepare`, `attention` and `match`."""

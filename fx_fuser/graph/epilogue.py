@@ -4,9 +4,10 @@
     v1 = mul(v0, t0)
     v2 = mul(v1, s0)
 
-One step a value; a value that is read twice is computed once. The last step is the result; without
-steps, z is. Steps are the user's own operations in the user's order. Nothing is folded, distributed
-or reassociated, since floating point has no such algebra (`fx_fuser.graph.match.bind`).
+Each step makes one value; a value that is read twice is computed once. The result is the last
+step, or z without steps. Steps are the user's own operations in the user's order. Nothing is
+folded, distributed or reassociated, since floating point has no such algebra
+(`fx_fuser.graph.match.bind`).
 
 The text above, with "; " for line ends, is an argument of the ops, so nothing below the matcher
 knows a pattern. `fx_fuser.graph.read.operations` says what each operation is.
@@ -55,7 +56,7 @@ def _attribute(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name == "dtype":
         if not isinstance(getattr(torch, value, None), torch.dtype):
-            raise ValueError(f"{value!r} is no dtype of torch")
+            raise ValueError(f"{value!r} is not a torch dtype")
         return name, getattr(torch, value)
     return name, value if name == "approximate" else float(value)
 
@@ -92,12 +93,12 @@ class Epilogue:
 
     @functools.cached_property
     def leaves(self) -> frozenset[str]:
-        """Names of values that are read but computed by no step."""
+        """Names of values that are read and that no step computes."""
         read = {a for step in self.steps for a in step.args if a is not None} | {self.result}
         return frozenset(read - {f"v{i}" for i in range(len(self.steps))})
 
     def after(self, z: Epilogue) -> Epilogue:
-        """This epilogue behind another one, which computes z from other leaves."""
+        """This epilogue after another one, which computes z from other leaves."""
         made = {f"v{i}": f"v{i + len(z.steps)}" for i in range(len(self.steps))} | {"z": z.result}
         moved = (
             Step(s.op, tuple(a and made.get(a, a) for a in s.args), s.attrs) for s in self.steps
@@ -106,7 +107,7 @@ class Epilogue:
 
     def as_computed(self, acc: torch.dtype) -> Epilogue:
         """Without the steps that do nothing in this dtype of the arithmetic, so that `x.float()` or
-        dropout in eval mode makes no kernel of its own."""
+        dropout in eval mode does not need a kernel of its own."""
         names: dict[str, str] = {}
         kept: list[Step] = []
         for i, step in enumerate(self.steps):
@@ -118,7 +119,7 @@ class Epilogue:
                 kept.append(Step(step.op, args, step.attrs))
         result = names.get(self.result, self.result)
         found = Epilogue(tuple(kept), self.start if kept else result)
-        return found if found.result == result else self  # else steps that nothing reads are last
+        return found if found.result == result else self  # otherwise nothing reads the last steps
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,18 +127,18 @@ def parse(text: str) -> Epilogue:
     """The epilogue whose `text` this is.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is not an epilogue's.
     """
     steps: list[Step] = []
     for i, line in enumerate(text.split("; ") if text else ()):
         found = _STEP.fullmatch(line)
         if found is None or int(found[1]) != i or found[2] not in OPS:
-            raise ValueError(f"{line!r} is no step of an epilogue, such as `v{i} = sigmoid(z)`")
+            raise ValueError(f"{line!r} is not an epilogue step such as `v{i} = sigmoid(z)`")
         parts = found[3].split(", ")
         for name in (a for a in parts if "=" not in a):
             value = _VALUE.fullmatch(name)
             if value is None or int(value[1] or -1) >= i:
-                raise ValueError(f"{name!r} in {line!r} is no value that is known there")
+                raise ValueError(f"{name!r} in {line!r} is not a value known there")
         args = tuple(None if a == "none" else a for a in parts if "=" not in a)
         steps.append(Step(found[2], args, tuple(_attribute(a) for a in parts if "=" in a)))
         _check_arity(steps[-1])
@@ -167,7 +168,7 @@ def evaluate(epilogue: Epilogue, values: Mapping[str, Any]) -> Any:
 
 
 def wanted_leaves(needs: Mapping[str, bool], needs_t: Sequence[bool]) -> frozenset[str]:
-    """z, if a gradient of the anchor's operands is asked for, and those of t0… with one."""
+    """z, if an operand of the anchor needs a gradient, and those of t0… that need one."""
     wanted = [f"t{i}" for i, need in enumerate(needs_t) if need]
     return frozenset([*wanted, "z"] if any(needs.values()) else wanted)
 
@@ -179,7 +180,7 @@ def read_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> frozenset[
 
 
 def read_anew_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> frozenset[str]:
-    """Those of which eager mode saves something else: gelu(z + t) saves the sum, not t."""
+    """Those for which eager mode saves another value: gelu(z + t) saves the sum, not t."""
     return frozenset().union(
         *(
             leaves
@@ -210,8 +211,8 @@ def _read_values(
 def linear_backward(epilogue: Epilogue) -> Epilogue | None:
     """The epilogue that computes dz from dy, which it calls z: autograd's steps, last to first.
 
-    None unless z goes through one chain of factors and terms: else the derivative depends on z, or
-    is a sum.
+    None unless z goes through one chain of factors and terms: otherwise the derivative depends on
+    z, or is a sum.
     """
     chain: dict[str, tuple[Step, int]] = {}  # value that depends on z → its step, and where it does
     made: list[Step] = []

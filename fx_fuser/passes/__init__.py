@@ -1,1 +1,1 @@
-"""Rewrites beside the fused sites: attention, its masks, plain gemms, operands of 16 bits."""
+"""Rewrites besides the fused sites: attention, its masks, plain gemms, 16-bit operands."""

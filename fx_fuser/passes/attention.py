@@ -1,4 +1,4 @@
-"""Attention in 16 bits that torch would compute by its formula → in a form that a kernel takes.
+"""16-bit attention that torch would compute by its formula → in a form that a kernel takes.
 
 `fx_fuser.ops.attention` has the forms, and what the formula costs.
 """
@@ -39,10 +39,10 @@ def fit(
     node: Node, region: Region, on_cpu: bool, known: Callable[[], Known], forms: Forms,
     mask_removed: bool = False,
 ) -> tuple[str, str] | None:  # fmt: skip
-    """Call `fx_fuser::attention` where torch would take the formula, and need not.
+    """Call `fx_fuser::attention` where torch would use its formula and need not.
 
-    forms: what was made of masks before, in this graph. mask_removed: a kernel may compute it that
-    would not have, so in training that op calls it, too, which looks after the gradient's strides.
+    forms: what was made of masks so far in this graph. mask_removed: a kernel may now compute it
+    that could not with the mask, so in training our op calls it, too, to keep gradients' strides.
 
     Returns (what was in the way, ""), or ("", why it stays the formula); None if a kernel takes it.
     """
@@ -55,7 +55,7 @@ def fit(
     sizes = [n for tensor in tensors for n in _sizes(tensor.meta["example_value"])]
     plain = (call.dropout, call.causal, call.scale, call.gqa)
     if not all(isinstance(n, int) for n in sizes) or any(isinstance(n, Node) for n in plain):
-        return None  # to look at one would fix it, and compile anew for the next
+        return None  # looking at one would specialise on it, and recompile for the next
     if was.device.type != ("cpu" if on_cpu else "cuda"):
         return None
     fakes = _fakes_of(call)
@@ -113,7 +113,7 @@ def _fakes_of(call: Attention) -> Attention:
 
 def _is_taken_as_it_is(mask: Tensor, numbers: Held | None, was: Tensor, region: Region) -> bool:
     """Does a mask of the result's dtype add the same numbers as this one?  torch's formula adds an
-    fp32 mask to fp32 scores, but autocast rounds it before."""
+    fp32 mask to fp32 scores, but autocast rounds it first."""
     if mask.dtype == was.dtype or (numbers is not None and numbers.is_exact(was.dtype)):
         return True
     with region.autocast():
@@ -130,7 +130,7 @@ def _call_of(node: Node) -> Attention:
 
 
 def _keeps_strides(node: Node, was: Tensor, now: Tensor) -> str:
-    """Why its result cannot be replaced; empty if it can, with eager's strides for who sees it."""
+    """Why its result cannot be replaced; empty if it can, with eager's strides where they show."""
     if (now.dtype, now.shape) != (was.dtype, was.shape):
         return f"another form's result is {now.dtype} {tuple(now.shape)}"
     if now.stride() != was.stride():
@@ -142,7 +142,7 @@ def _keeps_strides(node: Node, was: Tensor, now: Tensor) -> str:
 
 
 def _view_key(mask: Node) -> str:
-    """The same of two views of one value: a model may slice its mask anew in each layer."""
+    """The same for equal views of one value: a model may slice its mask again in each layer."""
     of = mask.args[0] if mask.args else None
     is_known = is_torchs(mask)
     if not is_known or not isinstance(of, Node) or storages([mask]) != storages([of]):

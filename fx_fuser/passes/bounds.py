@@ -1,8 +1,8 @@
 """What numbers a mask of attention may hold, as far as the graph tells: `held`.
 
-`fx_fuser.ops.attention` has work to do for a row whose largest number is finite and not `moderate`.
-That there is none follows from how the mask is made: of parameters, which are taken for moderate,
-of constants, which are evaluated, and of choices between these.
+`fx_fuser.ops.attention` has extra work for a row whose largest number is finite and not `moderate`.
+How the mask is made may show that there is none: from parameters, which are assumed moderate, from
+constants, which are evaluated, and from choices between these.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fx_fuser.ops.attention import moderate
 
 _LARGEST = 1 << 27  # elements of a tensor that is looked at
 _MOST = 8  # numbers that are told apart
-_FACTOR = 2.0**20  # by which moderate numbers stay moderate: parameters are smaller by far
-# The values of their first argument, in another place, another dtype, or some of them.
+_FACTOR = 2.0**20  # up to which moderate numbers stay moderate: parameters are far smaller
+# They return values of their first argument: all or some, in another place or another dtype.
 _SELECTS = frozenset(
     """
     getitem index index_select gather take take_along_dim narrow select expand
@@ -32,7 +32,7 @@ _SELECTS = frozenset(
     clone detach alias
     """.split()  # noqa: SIM905
 )
-# Of these, what leaves rows as they are if the last dimension keeps its size.
+# Those that leave rows as they are if the last dimension keeps its size.
 _BY_ROWS = frozenset(
     """
     expand unsqueeze view reshape to type type_as float double half bfloat16 contiguous clone detach
@@ -44,7 +44,7 @@ _ADDS = {"add": 1.0, "radd": 1.0, "sub": -1.0}
 
 @dataclass(frozen=True)
 class Held:
-    """What a tensor may hold. NaN may always be among it.
+    """What a tensor may hold. NaN is always possible.
 
     numbers: some numbers. others: moderate numbers as well. rows: there is no row (a row is along
     the last dimension) whose largest number is finite and not moderate.
@@ -61,11 +61,11 @@ class Held:
 
     @property
     def is_open(self) -> bool:
-        """So that in a sum it leaves the largest of a row as far, or as near, as it is."""
+        """Does it, in a sum, leave the largest of a row as far, or as near, as it is?"""
         return self.is_near and -math.inf not in self.numbers
 
     def cast(self, dtype: torch.dtype) -> Held:
-        """As tensors round."""
+        """Rounded, as a tensor's cast would."""
         if not dtype.is_floating_point:
             return self
         rounded = frozenset(torch.tensor(n, dtype=dtype).item() for n in self.numbers)
@@ -81,7 +81,7 @@ _PARAMETER = Held(others=True)
 
 @dataclass(frozen=True)
 class Known:
-    """What else is known of a graph's nodes.
+    """What else is known about a graph's nodes.
 
     value: what the graph computes without any input; None for other nodes. given: placeholder of a
     body → argument of its call. written: the memory that something writes to in place.
@@ -142,7 +142,7 @@ def _of_tensor(made: Tensor) -> Held | None:
 
 
 def _is_parameter(node: Node, tensor: Tensor) -> Held | None:
-    """A parameter; or what somebody else trains, as a prompt."""
+    """A parameter, or another tensor that is trained, such as a prompt."""
     if node.op not in ("placeholder", "get_attr") or not tensor.is_floating_point():
         return None
     trained = isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad
@@ -184,11 +184,11 @@ def _parts_of_choice(node: Node, name: str) -> tuple[Any, Any, Any] | None:
 
 
 def always_taken(value: Node, known: Known) -> Node:
-    """What a choice takes that the graph makes ahead of any input, and everywhere in the same way;
-    the node itself if it is none. Where the choice has no gradient, what it takes may have one.
+    """What a choice takes everywhere, if the graph decides it without any input; else the node
+    itself. Where the choice has no gradient, what it takes may have one.
 
-    transformers' T5 adds `where(shown, bias, lowest)`: where a mask shows all keys, that is a bias
-    for each sample that is the same for all.
+    transformers' T5 adds `where(shown, bias, lowest)`: if the mask shows all keys, that repeats for
+    each sample a bias that all samples share.
     """
     parts = _parts_of_choice(value, name_of_call(value)) if is_torchs(value) else None
     if parts is None or not isinstance(choice := parts[2], Node):
@@ -209,10 +209,10 @@ def always_taken(value: Node, known: Known) -> Node:
         return value
     if (now.dtype, now.device) != (was.dtype, was.device):
         return value
-    # What is not taken has a gradient of 0, which is not none.
+    # What is not taken has a gradient of zeros, not None.
     if (left is not None and left.requires_grad) or (was.requires_grad and not now.requires_grad):
         return value
-    # What is made ahead has the value after all writes.
+    # A value that is computed ahead is the one after all writes.
     if not storages([value, taken, choice]).isdisjoint({None, *known.written}):
         return value
     return always_taken(taken, known)
@@ -238,7 +238,7 @@ def _sum(a: Held | None, b: Held | None) -> Held | None:
     if a is None or b is None:
         return None
     numbers = {x + y for x in a.numbers for y in b.numbers}
-    # A moderate number does not change one that is not; not by much.
+    # A moderate number does not change one that is not moderate, or not by much.
     for mine, its in ((a, b), (b, a)):
         if its.others:
             numbers |= {x for x in mine.numbers if not moderate(x)}

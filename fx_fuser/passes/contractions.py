@@ -9,7 +9,7 @@ bits it does not round each product. It is a site as if the model had written it
 (`fx_fuser.graph.prepare.decompose`).
 
 A sum stays where something else reads the product, where each element is used in few products
-(`_LEAST`), and where autocast or a setting of torch's would make a gemm less exact than a sum.
+(`_LEAST`), and where autocast or a torch setting would make a gemm less exact than a sum.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # used. With fewer, memory limits either form, and Inductor fuses a sum with what surrounds it.
 _LEAST = 32
 # Terms of an fp32 gemm, forward and backward, at most. torch adds a sum's terms in pairs, a gemm
-# adds them in turn: cuBLAS's error is 1.9e-7 at 1024 terms and 4.9e-7 at 8192, of 4e-7 that
-# docs/accuracy.md allows.
+# adds them in turn: cuBLAS's error is 1.9e-7 at 1024 terms and 4.9e-7 at 8192; docs/accuracy.md
+# allows 4e-7.
 _MOST = 1024
 COUNTER = "fx_fuser_contractions"
 
@@ -72,7 +72,7 @@ class _Sum:
         return tuple(_value(self.product).shape)
 
     def whole(self, factor: Node) -> set[int]:
-        """The dimensions of the product, but for those of size 1, in which the factor is not
+        """The dimensions of the product, except those of size 1, in which the factor is not
         broadcast."""
         own, sizes = tuple(_value(factor).shape), self.sizes()
         return {len(sizes) - i for i, n in enumerate(reversed(own), 1) if n == sizes[-i] != 1}
@@ -212,7 +212,7 @@ def _rewrite(node: Node, called: _Sum, equation: str, region: Region) -> bool:
 
 
 def _squeezed(node: Node, factor: Node, called: _Sum, fake: Tensor) -> Node:
-    """The factor without the dimensions that it has for broadcasting alone."""
+    """The factor without the dimensions that it has only for broadcasting."""
     dims = called.broadcast(factor)
     if not dims:
         return factor

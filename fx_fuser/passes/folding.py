@@ -81,7 +81,7 @@ class Folding(CustomGraphPass):
 def settings(
     passes: Mapping[str, Any], options: Options, is_converted: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Inductor's settings for a graph with folded sites. passes: other passes of fx_fuser's."""
+    """Inductor's settings for a graph with folded sites. passes: fx_fuser's other passes."""
     before = passes.get(LAST_PASS) or options.users_pass(LAST_PASS)
     return {**passes, LAST_PASS: Folding(before, is_converted, options.strict)}
 
@@ -176,7 +176,7 @@ def _place_addends(graph: Graph, strict: bool) -> None:
             places = shortcuts.Places(graph, prepares=_FOLD)
             for reader, addend in addends:
                 places.improve(reader, addend)
-    except Exception as error:  # the graph runs in the order that it has, too
+    except Exception as error:  # the graph also runs in its present order
         if strict:
             raise
         warnings.warn(
@@ -187,7 +187,7 @@ def _place_addends(graph: Graph, strict: bool) -> None:
 
 
 def _addends(graph: Graph) -> list[tuple[Node, Node]]:
-    """Fused convolutions, and each image beside their own that they read."""
+    """Fused convolutions, each with an image that it reads besides its own."""
     found = []
     for node in graph.nodes:
         op, args = run.called(node)
@@ -198,7 +198,7 @@ def _addends(graph: Graph) -> list[tuple[Node, Node]]:
 
 
 def _is_image(node: Node) -> bool:
-    value = node.meta.get("val")  # which a pass of the user's may leave to Inductor
+    value = node.meta.get("val")  # which a user's pass may leave to Inductor
     return isinstance(value, Tensor) and value.ndim == 4
 
 

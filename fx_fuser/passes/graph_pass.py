@@ -74,7 +74,7 @@ class GraphPass(CustomGraphPass):
 
 
 def leave(error: Exception, strict: bool, kind: str = GraphPass.KIND) -> None:
-    """Says that an operation that failed is left alone; strict: raises. kind: what it is."""
+    """Warns that an operation that failed is left alone; strict: raises. kind: what it is."""
     if strict:
         raise error
     warnings.warn(
@@ -111,9 +111,9 @@ _failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
 def loaded(
     specs: Sequence[KernelSpec], device: torch.device, kind: str, strict: bool = False
 ) -> set[KernelSpec]:
-    """Builds and loads the kernels that the device has, all at once; those that are there. One
-    warning names what does not build, which is not tried again. kind: of operations that the
-    kernels are for.
+    """Builds and loads the kernels that run on the device, all at once; returns those that are
+    loaded. One warning names what does not build; that is not tried again. kind: the operations
+    that the kernels are for.
 
     Raises:
         BuildError: strict, and one does not build.

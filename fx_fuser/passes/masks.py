@@ -1,4 +1,4 @@
-"""Attention: causal and all-true masks go, and what no kernel takes gets another form.
+"""Attention: causal and all-true masks are removed, and what no kernel takes gets another form.
 
 A mask is removed if the graph makes it itself (below); forms are `fx_fuser.passes.attention`'s.
 
@@ -55,7 +55,7 @@ _RUN_AHEAD = frozenset(
 )
 _MODULES = {"builtins", "_operator", "torch", "torch.functional", "torch._ops.aten"}
 _MODULES |= {predispatch.__name__}
-# Of their first argument they read shape, dtype and device, not the values.
+# They read the shape, dtype and device of their first argument, not its values.
 _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
@@ -129,7 +129,7 @@ class Scope:
 
 
 class Reader:
-    """For the graphs of one module; a region's graph comes after the graph that calls it."""
+    """Reads the graphs of one module; a region's graph comes after the graph that calls it."""
 
     def __init__(self) -> None:
         self._calls: dict[GraphModule, list[tuple[Scope, Node]]] = {}
@@ -156,7 +156,7 @@ class Reader:
             mask, mask_removed = _mask_of(node), False
             if _needs_formula(node, scope):
                 if mask is not None:
-                    reason = "its result is written to, and a kernel's backward reads that"
+                    reason = "its result is written to, and a kernel's backward reads it"
                     found.append(Mask(node, reason=reason))
                 continue
             if mask is not None:
@@ -170,7 +170,7 @@ class Reader:
         return found
 
     def scope(self, module: GraphModule, graph: Graph) -> Scope:
-        """All nodes of a graph as it is now, behind those that its caller has before the call."""
+        """All nodes of a graph as it is now, after those that its caller has before the call."""
         calls = self._calls.get(module, [])
         return Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
 
@@ -185,7 +185,7 @@ def _needs_formula(node: Node, scope: Scope) -> bool:
 
 
 def _known(scope: Scope) -> Known:
-    """What a graph tells of a node's numbers."""
+    """What a graph tells about a node's numbers."""
 
     def value(node: Node) -> Tensor | None:
         try:
@@ -224,8 +224,8 @@ def proven(
 ) -> str:  # fmt: skip
     """ "causal" or "open"; raises Stays if it is not proven either.
 
-    seen: what an attention makes of the mask's value: of bool, the keys that it shows, or numbers
-    that it adds. It is hashable, and equal to what does the same.
+    seen: the mask's value as an attention reads it: a bool tensor of the keys that it shows, or
+    numbers that it adds. It is hashable, and equal to functions that do the same.
     """
     makers = _makers([mask], scope)
     key = (mask, length, seen, *makers)
@@ -243,7 +243,7 @@ def _length(node: Node) -> tuple[int, int]:
     named = (node.kwargs.get(n) for n in ("query", "key", "value"))
     tensors += [meta_tensor(a) for a in named if isinstance(a, Node)]
     if len(tensors) != 3 or any(type(t) is not FakeTensor for t in tensors):
-        raise Stays("its operands are no plain tensors")
+        raise Stays("its operands are not plain tensors")
     lengths = tuple(t.shape[-2] for t in tensors[:2])  # type: ignore[union-attr]
     if not all(isinstance(n, int) for n in lengths):
         raise Stays("its lengths are dynamic")
@@ -260,7 +260,7 @@ def _what_it_is(
     except Stays as stays:
         return "", str(stays)
     except Exception as error:  # the user's program may raise anything
-        return "", f"its mask cannot be made ahead: {type(error).__name__}: {error}"
+        return "", f"its mask cannot be evaluated: {type(error).__name__}: {error}"
 
 
 def _makers(masks: Sequence[Node], scope: Scope) -> list[Node]:
@@ -289,14 +289,14 @@ def _makers(masks: Sequence[Node], scope: Scope) -> list[Node]:
         if like is None or like in makers or like.op in ("placeholder", "get_attr"):
             continue
         if makers.issuperset(like.users):
-            raise Stays(f"its mask is of the kind of {called(like)}, which nothing else reads")
+            raise Stays(f"its mask takes its shape from {called(like)}, which nothing else reads")
     given = [scope.given[n] for n in makers if n in scope.given]
     outer = _makers(given, scope.outer) if given and scope.outer is not None else []
     return outer + [n for n in scope.nodes if n in makers]
 
 
 def _like(node: Node) -> Node | None:
-    """The argument of which the node reads shape, dtype and device, and no values."""
+    """The argument of which the node reads only shape, dtype and device, no values."""
     first = node.args[0] if name_of_call(node) in _LIKE and node.args else None
     return first if isinstance(first, Node) else None
 
@@ -311,7 +311,7 @@ def _check(node: Node) -> None:
     if node.op in ("placeholder", "get_attr"):
         raise Stays(f"its mask depends on {called(node)}")
     if not _is_run_ahead(node):
-        raise Stays(f"its mask is made by {statement(node)}, which is not run ahead")
+        raise Stays(f"its mask is made by {statement(node)}, which cannot be evaluated here")
     value = node.meta.get("example_value")
     if isinstance(value, Tensor):
         if not all(isinstance(n, int) for n in value.shape):
@@ -322,7 +322,7 @@ def _check(node: Node) -> None:
 
 def _is_run_ahead(node: Node) -> bool:
     is_call = node.op in ("call_function", "call_method")
-    if node.op == "call_function":  # a function of the user's may have any name
+    if node.op == "call_function":  # a user's function may have any name
         module = getattr(node.target, "__module__", None) or "builtins"
         is_call = module in _MODULES
     return is_call and name_of_call(node) in _RUN_AHEAD
@@ -379,7 +379,7 @@ def _check_made(made: Any, node: Node) -> None:
         sizes = zip(made.shape, made.stride(), traced.stride())
         if same and all(size < 2 or mine == its for size, mine, its in sizes):
             return
-    raise Stays(f"its mask is made by {statement(node)}, which ahead is not as it was traced")
+    raise Stays(f"its mask is made by {statement(node)}, which now differs from its trace")
 
 
 def _one_like(node: Node) -> Tensor:
@@ -399,10 +399,10 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
             seen = mask
         else:
             seen = mask == 0
-            # transformers writes the dtype's least number in place of -inf.
+            # transformers writes the dtype's lowest number in place of -inf.
             hidden = mask <= torch.finfo(mask.dtype).min
             if not bool((seen | hidden).all()):
-                raise Stays("its mask adds other values than zero and the least")
+                raise Stays("its mask adds other values than zero and the lowest")
         if bool(seen.all()):
             return "open"
         if length[0] != length[1]:  # kernels align the diagonal differently
@@ -414,7 +414,7 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
 
 
 def _take_away(node: Node, kind: str, region: Region) -> None:
-    """Remove the mask; raises Stays if that cannot be done without anybody seeing it."""
+    """Remove the mask; raises Stays if a changed dtype or changed strides would show."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for (place, name), value in ((_MASK, None), (_CAUSAL, kind == "causal")):
         if len(args) > place:
@@ -423,7 +423,7 @@ def _take_away(node: Node, kind: str, region: Region) -> None:
             kwargs[name] = value
     was = meta_tensor(node)
     if type(was) is not FakeTensor:
-        raise Stays("its result is no plain tensor")
+        raise Stays("its result is not a plain tensor")
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
             fake: Any = torch.fx.map_arg((tuple(args), kwargs), lambda n: n.meta["example_value"])

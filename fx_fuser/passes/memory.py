@@ -1,4 +1,4 @@
-"""What a graph of Inductor's keeps in memory, step by step, in the order of its nodes."""
+"""What one of Inductor's graphs keeps in memory, step by step, in the order of its nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 from fx_fuser.graph.read.nodes import hint_of
 from fx_fuser.passes.graph_pass import GEMMS
 
-_SLACK = 1 / 256  # of a peak: room for the first layers' weights beside their images
+_SLACK = 1 / 256  # of a peak: room for the first layers' weights next to their images
 _OF_THE_LIBRARY = {*GEMMS, torch.ops.aten.convolution.default}
 
 
 def storages_of(node: Node) -> Iterator[tuple[int, int]]:
-    """Those of its values, a view's being its base's, and their bytes; a graph's inputs have none:
-    they are the caller's."""
+    """The storages of its values, a view's being its base's, and their bytes; none for a graph's
+    inputs, which are the caller's."""
     for value in tree_leaves(node.meta.get("val")) if node.op == "call_function" else ():
         if isinstance(value, Tensor):
             sizes = [hint_of(size) or 0 for size in value.shape]
@@ -30,7 +30,7 @@ def storages_of(node: Node) -> Iterator[tuple[int, int]]:
 class Memory:
     """Bytes alive at each node, and `peak`, the most. Nothing else may change the graph meanwhile.
 
-    What only operations that Inductor fuses make and read is left out: most of it never exists.
+    Leaves out what only operations that Inductor fuses make and read: most of it never exists.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -62,7 +62,7 @@ class Memory:
         return all(alive <= most for _, alive in self._joined(nodes))
 
     def join(self, nodes: Sequence[Node]) -> None:
-        """From now on it does."""
+        """From now on, count all that these nodes make as made by the first of them."""
         for i, alive in list(self._joined(nodes)):
             self._alive[i] = alive
 
@@ -76,7 +76,7 @@ class Memory:
 
 
 def _is_no_loop(node: Node) -> bool:
-    """Is it nothing that Inductor makes a loop of, and fuses with its neighbours?"""
+    """Is it something that Inductor does not make a loop of and fuse with its neighbours?"""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.op == "output"
     return node.target in _OF_THE_LIBRARY or node.target.namespace == "fx_fuser"

@@ -5,7 +5,7 @@ alone. `[8192, 768] @ [768, 50257]` in bf16 takes 6.51 ms on an H100 (2026-11-26
 50264 columns 0.90; written at a pitch of 50264, 6.51 still. Its two gradients take 4.5 and 4.3 ms,
 padded 0.83 and 0.81.
 
-So an operand gets zeros behind its rows or columns, the gemm runs at the padded sizes, and its
+So an operand gets zeros after its rows or columns, the gemm runs at the padded sizes, and its
 readers get a slice of the result. The zeros are `constant_pad_nd`, a pointwise operation: Inductor
 computes it in the kernel that makes the operand, so a matrix that only gemms read is never copied.
 One padded twin serves all gemms that read a matrix, transposed or not. A gemm whose result the
@@ -13,12 +13,12 @@ graph returns is not padded where a slice of it would have gaps. A kernel for un
 (`fx_fuser.passes.unaligned`) needs neither zeros nor slices: it runs where it is faster.
 
 Inductor's own pass (`torch/_inductor/fx_passes/pad_mm.py`) pads for the same reason. It runs after
-this one and pads what is left. It pads a transposed operand by a transposing copy, so that the
-gradient of a head's weight is not worth it, and it skips memory-bound gemms.
+this one and pads what is left. It pads a transposed operand by a transposing copy, so that padding
+the gradient of a head's weight does not pay, and it skips memory-bound gemms.
 
 The pass runs before the graph is partitioned into forward and backward (`joint_custom_pre_pass`).
 Each gemm's sizes and strides are timed once, with a copy of each operand that is not made by a
-pointwise operation for gemms alone.
+pointwise operation for gemms only.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ log = logging.getLogger("fx_fuser.passes.padding")
 COUNTERS = "fx_fuser_padded"  # in `torch._dynamo.utils.counters`: operation → how many padded
 # How a gemm may be computed, besides by the library's call.
 PADDED, UNALIGNED = "padded", "unaligned"
-# Of the library's time, at most. What is timed is the gemm alone: a padded operand takes more
-# memory, and Inductor fuses less across it. DLRM's step was no faster (H100, 2026-11-26) and took
-# 3 % more memory where every gain counted.
+# Of the library's time, at most. Only the gemm is timed, but a padded operand takes more memory,
+# and Inductor fuses less across it. When any gain was enough, DLRM's step was no faster (H100,
+# 2026-11-26) and took 3 % more memory.
 _MOST = 0.75
 _aten = torch.ops.aten
 _TRANSPOSES = {_aten.permute.default, _aten.t.default, _aten.transpose.int}
@@ -71,7 +71,7 @@ _VIEWS = {
     _aten.view.default,
     _aten._unsafe_view.default,
 }
-# Pointwise operations without torch's tag for them.
+# Pointwise operations that lack torch's tag for them.
 _POINTWISE = {_aten.clone.default, torch.ops.prims.convert_element_type.default}
 
 
@@ -122,7 +122,7 @@ def settings(gm: GraphModule, options: Options) -> dict[str, Any]:
 
 
 def _values(node: Node) -> list[Tensor]:
-    """Of a call that may be a gemm: its result, if that is a tensor, and then its operands."""
+    """For a call that may be a gemm, its result, if that is a tensor, and then its operands."""
     result = meta_tensor(node)
     if node.op not in ("call_function", "call_method") or result is None:
         return []
@@ -149,8 +149,8 @@ def _is_transposed(form: TensorForm) -> bool:
 
 @dataclass(frozen=True)
 class _Gemm:
-    """left [*, M, K] @ right [*, K, N]. zeros: how many go behind M, K and N of a padded one. pads:
-    may it be padded here? spec: of the kernel that takes it as it lies, if one does and may gain.
+    """left [*, M, K] @ right [*, K, N]. zeros: how many padding adds to M, K and N. pads: may it be
+    padded here?  spec: of the kernel for its unaligned operands, if there is one that may gain.
     """
 
     node: Node
@@ -161,7 +161,7 @@ class _Gemm:
 
     @classmethod
     def of(cls, node: Node, on_cpu: bool) -> _Gemm | None:
-        """The gemm that the node is, if it has 16 bits, an odd size and something else than the
+        """The gemm that the node is, if it is 16-bit, has an odd size, and something other than the
         library's call may be faster; else None."""
         if node.op != "call_function" or node.target not in GEMMS:
             return None
@@ -188,12 +188,12 @@ class _Gemm:
 
     @property
     def factors(self) -> tuple[Node, Node]:
-        """As they are now: another gemm, which was replaced, may have made one."""
+        """The factors as they are now: a gemm that was replaced may have made one."""
         left, right = (self.node.args[i] for i in GEMMS[self.node.target])
         return left, right  # type: ignore[return-value]
 
     def replace(self, twins: _Twins) -> None:
-        """Compute it of padded operands; its readers get a slice."""
+        """Compute it from padded operands; its readers get a slice."""
         m, k, n = self.zeros
         graph, node, (left, right) = self.node.graph, self.node, self.factors
         args = list(node.args)
@@ -214,7 +214,7 @@ class _Gemm:
         graph.erase_node(node)
 
     def _padded_addend(self, twins: _Twins) -> Any:
-        """What `addmm` adds, where it is not spread over the dimension."""
+        """What `addmm` adds, padded in the dimensions that it does not broadcast over."""
         addend = self.node.args[0]
         assert isinstance(addend, Node)
         shape = addend.meta["val"].shape
@@ -224,8 +224,8 @@ class _Gemm:
 
 
 def _is_returned(node: Node) -> bool:
-    """Does the graph return the result, or a view of it?  A slice has not the strides of eager
-    mode; Inductor pads such a gemm itself."""
+    """Does the graph return the result, or a view of it?  A slice does not have the strides of
+    eager mode; Inductor pads such a gemm itself."""
     todo = [node]
     while todo:
         readers = list(todo.pop().users)
@@ -236,7 +236,7 @@ def _is_returned(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    """May its result be its operand's memory, so that it has strides of the operand's?"""
+    """May its result share its operand's memory, and so have strides of the operand?"""
     if node.op != "call_function" or node.target is operator.getitem or node.target in _VIEWS:
         return node.op == "call_function"
     schema = getattr(node.target, "_schema", None)
@@ -244,7 +244,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _zeros_of(left: TensorForm, right: TensorForm) -> tuple[int, int, int]:
-    """Behind each dimension that is adjacent in memory, of an operand or of the result."""
+    """The zeros after each dimension that is adjacent in memory, of an operand or of the result."""
     (m, k), n = left.size[-2:], right.size[-1]
     if 1 in (m, k, n) or 0 in (m, k, n):
         return 0, 0, 0
@@ -265,7 +265,7 @@ class _Twins:
         self.made: dict[tuple[Node, int, int], Node] = {}
 
     def of(self, value: Node, rows: int, columns: int) -> Node:
-        """The value with so many zeros behind its rows and its columns."""
+        """The value with so many rows and columns of zeros after its own."""
         if not rows and not columns:
             return value
         origin, is_transposed = _origin(value)
@@ -281,7 +281,7 @@ class _Twins:
             return _transposed(self.graph, made)
 
     def _padded(self, origin: Node, rows: int, columns: int) -> Node:
-        """In the order of the origin's memory."""
+        """The padded origin, in the order of its memory."""
         inputs = self.graph.find_nodes(op="placeholder")
         after = inputs[-1] if origin.op == "placeholder" else origin
         with self.graph.inserting_before(after.next):
@@ -318,7 +318,7 @@ def _transposed(graph: Graph, value: Node) -> Node:
 
 
 def _is_free(value: Node, gemms: Collection[Node]) -> bool:
-    """Does a pointwise operation make it for gemms alone, so that Inductor writes it padded?"""
+    """Does a pointwise operation make it for gemms only, so that Inductor writes it padded?"""
     while value.op == "call_function" and value.target in _VIEWS:
         value = value.args[0]  # type: ignore[assignment]
     tags = getattr(value.target, "tags", ())
@@ -360,7 +360,7 @@ def _with_kernels(gemms: Sequence[_Gemm], strict: bool) -> list[_Gemm]:
 
 def _chosen(gemms: dict[Node, _Gemm], on_cpu: bool, strict: bool) -> dict[Node, str | None]:
     """How to compute each. If one that reads an operand is not padded, the operand is written
-    twice, and its zeros are not free to the others: so they are asked again."""
+    twice, and its zeros are not free for the others: so these are decided again."""
     padded = {node for node, gemm in gemms.items() if gemm.pads}
     if on_cpu:
         return {node: PADDED if node in padded else UNALIGNED for node in gemms}
@@ -368,7 +368,7 @@ def _chosen(gemms: dict[Node, _Gemm], on_cpu: bool, strict: bool) -> dict[Node, 
     def fastest(gemm: _Gemm) -> str | None:
         try:
             return _fastest(gemm, [_is_free(f, padded) for f in gemm.factors])
-        except Exception as error:  # which costs this gemm, not the others
+        except Exception as error:  # only this gemm is left alone
             leave(error, strict)
             return None
 
@@ -381,8 +381,8 @@ def _chosen(gemms: dict[Node, _Gemm], on_cpu: bool, strict: bool) -> dict[Node, 
 
 
 def _fastest(gemm: _Gemm, free: Sequence[bool]) -> str | None:
-    """The way to compute it; None: the library's. A padded gemm has a copy of each operand that is
-    not free."""
+    """The way to compute it; None for the library's. A padded gemm copies each operand that is not
+    free."""
     if _is_small(gemm):
         return None
     left, right = gemm.forms
@@ -453,7 +453,7 @@ def _given(value: Tensor) -> Tensor:
 
 
 def _with_zeros(value: Tensor, rows: int, columns: int) -> Tensor:
-    """In the order of the value's memory."""
+    """The padded value, in the order of its memory."""
     if not rows and not columns:
         return value
     if value.stride(-1) != 1 and value.stride(-2) == 1:

@@ -4,7 +4,8 @@ Some gemms show only in this graph: those in `F.multi_head_attention_forward`, i
 computed as written, in an einsum or an LSTM, and those of every backward. They have no tail to
 fuse, so there is no match. A pass that Inductor runs last over each of its graphs
 (`post_grad_custom_post_pass`) replaces `mm`, `bmm`, `addmm` and `baddbmm` of fp32 matrices by
-`fx_fuser::split_product`. For each sizes and strides it is timed once beside the library's gemm.
+`fx_fuser::split_product`. It is timed once against the library's gemm for each combination of sizes
+and strides.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def pass_for(
 ) -> Products | None:
     """The pass over Inductor's graphs of a graph with these inputs, if options and devices allow.
 
-    Loads the kernels. narrow: as of `kernels_for`.
+    Loads the kernels. narrow: as in `kernels_for`.
     """
     kernels = kernels_for(options, inputs, narrow)
     if kernels is None:
@@ -112,7 +113,7 @@ def pass_for(
 def kernels_for(
     options: Options, inputs: Sequence[Any], narrow: Sequence[torch.dtype] = ()
 ) -> dict[torch.device, list[KernelSpec]] | None:
-    """GPU → the kernels of the passes over Inductor's graphs; None if there is to be no pass.
+    """GPU → the kernels of the passes over Inductor's graphs; None if no pass is to run.
 
     inputs: the graph's. narrow: 16-bit dtypes from which it casts operands of fp32 gemms up; the
     kernels of `fx_fuser.passes.provenance` are for these.

@@ -1,5 +1,5 @@
-"""Inductor's graph of forward and backward → the same, with fp32 gemms of operands that were cast
-up from 16 bits by kernels that read the 16-bit tensors.
+"""Inductor's graph of forward and backward → the same, where kernels that read the 16-bit tensors
+compute fp32 gemms of operands that were cast up from 16 bits.
 
 `x.float() @ w.float().t()`, as in routers and heads, sums in fp32. Its products of two 16-bit
 values are exact in fp32, so one gemm on the tensor cores is enough (`LINEAR_EXACT`); two fp32
@@ -136,8 +136,8 @@ def narrow_dtypes(gm: GraphModule) -> tuple[torch.dtype, ...]:
 def why_left(site: Site, options: Options, has_tail: bool) -> str:
     """Why the gemm is left to the pass, which leaves its tail to Inductor; empty if it is not.
 
-    If both operands were cast up it is: the pass's kernel multiplies a third as much as a kernel
-    with the tail. If one was, it is two thirds, and a kernel with a tail may be as fast.
+    It is left if both operands were cast up: the pass's kernel multiplies a third as much as a
+    kernel with the tail. If one was, it is two thirds, and a kernel with a tail may be as fast.
     """
     runs = options.inner == "inductor" and options.plan == "measure"
     if site.kind not in GEMM_KINDS or not runs or asked_precision(options) != SPLIT:
@@ -146,7 +146,7 @@ def why_left(site: Site, options: Options, has_tail: bool) -> str:
     both, none = x is not None and x == weight, x is None and weight is None
     if none or (has_tail and not both):
         return ""
-    return "an operand is cast up from 16 bits, which a pass over Inductor's graph reads"
+    return "an operand is cast up from 16 bits, and a pass over Inductor's graph reads those"
 
 
 # ---- in Inductor's -----------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Provenance(Products):
 class Passes:
     """The passes that Inductor is to run over the graphs it makes of Dynamo's graph.
 
-    narrow: as of `Provenance`. kernels: GPU → the passes' kernels; None if there is to be no pass.
+    narrow: as in `Provenance`. kernels: GPU → the passes' kernels; None if no pass is to run.
     biased_alone: are those over 16-bit attention with a bias the only ones?
     """
 
@@ -257,7 +257,7 @@ def pass_for(options: Options, last: Products, narrow: Sequence[torch.dtype]) ->
 
 
 class _Kept:
-    """Copies of operands of casts, of one graph, that gemms may read in place of the cast's result.
+    """Copies of casts' operands, in one graph, that gemms may read in place of the casts' results.
 
     Backward reads an operand long after the cast. If the user has its memory, as an input or a
     result, it may have been written to by then, so a 16-bit copy is kept. Forward's gemms read that
@@ -289,7 +289,7 @@ class _Kept:
 
 
 def _drop(graph: Graph, node: Node) -> None:
-    """Erase the node, the views above it and the cast, as far as nothing reads them."""
+    """Erase the node, the views above it and the cast, up to the first that something reads."""
     while not node._erased and not node.users and node.target in (*_ATEN_VIEWS, _CAST):
         above = node.args[0]
         graph.erase_node(node)

@@ -1,11 +1,11 @@
 """Inductor's graph → the same, with a shortcut's convolution where it keeps less memory alive.
 
-In inference Inductor moves what has one reader right before it, in the order of the reader's
-operands (`reorder_for_locality`). A convolution that adds a shortcut has its image as the first
-operand and the shortcut as a later one. So of `relu(proj(x) + f(x))` all of f would run before
-proj, and x outlive it. Inductor's own order for the lowest peak (`reorder_for_peak_memory`) leaves
-that as it is: by its estimate, which knows of no library's workspace, both are alike in a RegNet,
-where the peak is 6 to 15 % higher.
+In inference Inductor moves a node with one reader right before that reader, in the order of the
+reader's operands (`reorder_for_locality`). A convolution that adds a shortcut has its image as the
+first operand and the shortcut as a later one. So in `relu(proj(x) + f(x))` all of f would run
+before proj, and x would outlive it. Inductor's own order for the lowest peak
+(`reorder_for_peak_memory`) leaves that as it is: by its estimate, which ignores the libraries'
+workspaces, both are alike in a RegNet, where the peak is 6 to 15 % higher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _ALIKE = 0.01  # of a peak; weights are alive until their layers have run
 
 
 class Places:
-    """Of a graph's nodes, while some are moved. Nothing else may change the graph meanwhile.
+    """The places of a graph's nodes, while some are moved. Nothing else may change the graph
+    meanwhile.
 
     prepares: an op that moves along with what it prepares, whoever else reads it.
     """
@@ -66,7 +67,7 @@ class Places:
         self._read_order()
 
     def _only_for(self, operand: Node, reader: Node) -> set[Node]:
-        """What nobody but the reader needs of what makes the operand, and what prepares it."""
+        """The nodes that make the operand and that only the reader needs, and what prepares it."""
         own: set[Node] = set()
         waiting = [operand]
         while waiting:
@@ -80,11 +81,11 @@ class Places:
         return own
 
     def _cost(self, nodes: Sequence[Node]) -> tuple[int, int]:
-        """Bytes alive at the peak, and those of all steps added up, if what stands from the first
-        of these nodes to the last, adjacent in the graph, ran in this order. Without what they
-        neither make nor read, which is alive in any order.
+        """Bytes alive at the peak, and those of all steps added up, if these nodes, which are
+        adjacent in the graph, ran in this order. Leaves out what they neither make nor read, which
+        is alive in any order.
 
-        What makes nothing is no step: there are two views for each layer that `fold` folds.
+        A node that makes nothing is not a step: there are two views per layer that `fold` folds.
         """
         within = {node: i for i, node in enumerate(nodes)}
         begin = min(map(self._order.__getitem__, nodes))
@@ -110,7 +111,7 @@ class Places:
 
 
 def _is_movable(node: Node) -> bool:
-    """Does it make its results of its operands and do nothing else?"""
+    """Does it only make its results from its operands?"""
     if not isinstance(node.target, torch._ops.OpOverload):
         # operator.getitem, arithmetic with sizes; but what a higher-order op runs may draw numbers,
         # as `run_and_save_rng_state` does at a random op that backward repeats.

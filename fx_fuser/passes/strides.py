@@ -1,8 +1,8 @@
-"""A node whose result gets other strides than it was traced with; what a user sees keeps his.
+"""A node's result gets other strides than were traced; what a user sees keeps the traced ones.
 
 torch's attention kernels return the strides of the query; the plain formula, which torch takes for
 some masks, returns a contiguous tensor. Most models then transpose and copy, which hides the
-difference. Where it would show, a copy behind the node restores the strides.
+difference. Where it would show, a copy after the node restores the strides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fx_fuser.graph.read.nodes import inputs_of, meta_tensor, storages, writes_o
 from fx_fuser.graph.read.source import called_name
 
 # Operations whose result has the same values whatever the strides of their first argument are. A
-# function of the user's by such a name counts as one that may write to it.
+# user's function of such a name counts as one that may write to it.
 _BLIND = {"contiguous", "flatten", "permute", "reshape", "swapaxes", "transpose", "view"}
 
 
@@ -28,13 +28,13 @@ class StridesError(Exception):
 
 
 def keep(node: Node, now: Tensor) -> None:
-    """Of the node's value, from here on `now`, show none but the strides that were traced.
+    """Make `now` the node's value, and let only the traced strides show.
 
     now: a fake tensor of the same shape and dtype. Raises StridesError, and changes nothing.
     """
     was = meta_tensor(node)
     if type(was) is not FakeTensor:
-        raise StridesError("its result is no plain tensor")
+        raise StridesError("its result is not a plain tensor")
     hidden = _hidden(node, now)
     if hidden is None:
         _restore(node, now, was)
@@ -88,7 +88,7 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
 
 
 def _restore(node: Node, now: Tensor, was: FakeTensor) -> None:
-    """Copy the value behind the node, into the strides that were traced."""
+    """Copy the value after the node, into the strides that were traced."""
     order = sorted(range(was.ndim), key=was.stride, reverse=True)
     inverse = [order.index(i) for i in range(was.ndim)]
     steps = [("permute", (order,)), ("contiguous", ()), ("permute", (inverse,))]

@@ -1,7 +1,7 @@
 """16-bit gemms of Inductor's graph by the kernels for unaligned operands.
 
 `fx_fuser.passes.padding` looks at each of them, pads it, gives it to a kernel or leaves it,
-whichever is faster. Kernels are for forms of operands, which only the graph tells, and if
+whichever is faster. Kernels depend on the operands' forms, which only the graph tells, and if
 Inductor's cache has the graph, no pass sees it: then the op asks for its kernel when it first runs.
 """
 
@@ -38,12 +38,12 @@ PRODUCT = torch.ops.fx_fuser.unaligned_product.default
 
 
 def name_of(spec: KernelSpec) -> str:
-    """As counters and messages call its kernel."""
+    """The name of its kernel in counters and messages."""
     return COMBS if is_by_combs(spec.family) else UNALIGNED
 
 
 def spec_for(node: Node, left: TensorForm, right: TensorForm) -> KernelSpec | None:
-    """The kernel of left [*, M, K] @ right [*, K, N]; None where none takes the gemm, or the
+    """The kernel of left [*, M, K] @ right [*, K, N]; None if no kernel supports the gemm, or the
     library is faster."""
     if left.dtype not in SIXTEEN_BITS or node.kwargs or not _adds_bias(node, right):
         return None
@@ -74,7 +74,7 @@ def adds(node: Node) -> bool:
 
 
 def _adds_bias(node: Node, right: TensorForm) -> bool:
-    """Does it add nothing, or a vector of a matrix's columns?"""
+    """Does it add nothing, or a vector over a matrix's columns?"""
     if not adds(node):
         return True
     if len(right.size) > 2:
@@ -87,8 +87,8 @@ def _adds_bias(node: Node, right: TensorForm) -> bool:
 
 
 def put(graph: Graph, node: Node, spec: KernelSpec) -> None:
-    """Replace the gemm by the kernel. The one by combs adds no bias: as Inductor does where it
-    fuses what reads an `addmm`, it is added to the rounded product."""
+    """Replace the gemm by the kernel. The one by combs adds no bias: that is added to the rounded
+    product, as Inductor does where it fuses what reads an `addmm`."""
     left, right = (node.args[i] for i in GEMMS[node.target])
     assert isinstance(right, Node)
     bias = node.args[0] if adds(node) else None
@@ -109,7 +109,7 @@ def put(graph: Graph, node: Node, spec: KernelSpec) -> None:
 def candidate(
     spec: KernelSpec, adds: bool, left: Tensor, right: Tensor
 ) -> Callable[[], Sequence[Tensor]]:
-    """adds: a bias, for which combs need a pass of its own where nothing is fused with it."""
+    """adds: a bias, for which combs need a separate pass where nothing is fused with it."""
     sizes = list(spec.family.sizes)
     apart = right.new_zeros(right.shape[-1]) if adds and is_by_combs(spec.family) else None
 
@@ -120,8 +120,8 @@ def candidate(
     return run
 
 
-# What the op calls whose kernel nobody has loaded. It returns nothing: if the kernel does not
-# build, the op finds none again, and takes the library from then on.
+# The op calls this if its kernel is not loaded. It returns nothing: if the kernel does not build,
+# the op finds none again, and uses the library from then on.
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _LIBRARY.define("load_unaligned(Tensor a, int[] sizes) -> ()")
 

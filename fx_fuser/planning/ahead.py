@@ -3,10 +3,10 @@
 `fx_fuser.planning.gate` asks for a tail's kernel only after z alone was measured, and the passes
 over Inductor's graphs ask for theirs after that. A gemm kernel took some 6 s of one core, so one
 after the other they took three times that (ViT-B on an H200's host, 2026-11-23: 8.8, 7.8 and
-10.3 s). Here they compile side by side. Kernels that may not be needed compile on cores that idle
-meanwhile: where nothing else has to be compiled, there is nothing to wait for, and the gate soon
-asks for those it needs, in one run. (ESMFold's triangle block in training, an H100, 2026-11-25:
-a second compilation took 6 s longer for tails that none of its sites took.)
+10.3 s). Here they compile side by side. Kernels that may not be needed compile on cores that are
+idle meanwhile; where nothing else has to be compiled, they wait until the gate asks for those it
+needs, in one run. (ESMFold's triangle block in training, an H100, 2026-11-25: a second compilation
+took 6 s longer for tails that none of its sites used.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build(
             specs = load.not_built(needed[device], device)
             texts = {text for missing in specs.values() for text in missing}
             idle = max(len(os.sched_getaffinity(0)) - len(texts), 0) if texts else 0
-            # A tail is one text more: what else its kernel is made of is among z alone's.
+            # A tail adds one text; z alone needs the other parts of its kernel, too.
             found = load.not_built(perhaps.get(device, []), device) if idle else {}
             tails = [spec for spec in found if spec not in specs]
             load.build([*specs, *tails[: min(idle, most)]], device, device in norms)
@@ -69,7 +69,7 @@ def _add(
     options: Options,
     fused_only: bool = False,
 ) -> None:
-    """Add the kernels of all candidates. fused_only: not of the library's."""
+    """Add the kernels of all candidates. fused_only: without the library's."""
     for choices in kernels.candidates(MatchCase(match, options)):
         if not fused_only or choices["product"] != LIBRARY:
             specs = calls.kernel_specs(match, choices)

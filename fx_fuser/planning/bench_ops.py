@@ -53,7 +53,7 @@ class TensorForm:
         return math.prod(held) * self.dtype.itemsize
 
     def random(self, generator: torch.Generator, deviation: float = 1.0) -> Tensor:
-        """Normal values around 0; zeros and ones if the dtype is no float."""
+        """Normal values around 0; zeros and ones if the dtype is not a float."""
         extent = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride))
         extent = max(extent, 0) + self.offset
         memory = torch.empty(extent, dtype=self.dtype, device=self.device)
@@ -75,7 +75,7 @@ def form_of(node: Node, dtype: torch.dtype | None = None) -> TensorForm | None:
 
 
 def form_of_value(tensor: Any, dtype: torch.dtype | None = None) -> TensorForm | None:
-    """As `form_of`, of a fake tensor."""
+    """As `form_of`, for a fake tensor."""
     size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
     if None in size or None in stride:
         return None
@@ -185,7 +185,7 @@ def in_layout(
         try:
             compare_choices([apart, made], [choices], run.c.dtype, far)
             is_exact = far is None or _is_as_exact(exact()[0], apart()[0], made()[0])
-        except DisagreementError as error:  # which costs this candidate, not the others
+        except DisagreementError as error:  # only this candidate is dropped
             error.warn()
             is_exact = False
         if choices["product"] == FOLDED:
@@ -227,7 +227,7 @@ def _compare_each(
     candidates: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
 ) -> None:
-    """Each of the runs but the library's, which is the first, beside that."""
+    """Compare each run with the library's, which is the first."""
     for run, choices in zip(runs[1:], candidates[1:]):
         compare_choices([runs[0], run], [choices], dtype)
 
@@ -301,14 +301,14 @@ def compare(
         found, size = _distance(library, fused)
         if not found <= far * size:
             raise DisagreementError(
-                f"the {name} kernel's {list(library.shape)} in {dtype} is "
+                f"the {name} kernel's {list(library.shape)} in {dtype} differs by "
                 f"{found / max(size, 1e-30):.1g} from the library's"
             )
 
 
 def _distance(library: Tensor, fused: Tensor) -> tuple[float, float]:
     """How far the two are from each other, and how far the first one is from 0."""
-    # Odd, so that of each eighth row some are compared: of combs, those are tensors of their own.
+    # Odd, so that rows of each residue modulo 8 are compared: combs read these as separate tensors.
     step = (1 + library.numel() // _COMPARED) | 1
     exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, fused))
     usual = exact.isfinite()  # an epilogue may take a logarithm
@@ -320,7 +320,7 @@ def _distance(library: Tensor, fused: Tensor) -> tuple[float, float]:
 def _is_as_exact(exact: Tensor, library: Tensor, fused: Tensor) -> bool:
     """Is the fused result at most twice as far from the fp32 one as the library's?
 
-    torch's setting lets the library take TF32. Whether it does so here, its result says.
+    torch's setting lets the library use TF32. Its result shows whether it does so here.
     """
     theirs, size = _distance(exact, library)
     return _distance(exact, fused)[0] <= 2 * max(theirs, _NEAR * size)
@@ -383,14 +383,14 @@ class _BenchOp:
         """Does a NaN in x reach the result of `folded`, as it does that of torch's operations?
 
         cuDNN's frontend asks for that by default, and torch leaves it so, but which kernel runs
-        depends on the sizes: so each kind of site is asked. x's first sample is NaN meanwhile.
+        depends on the sizes: so each kind of site is tested. x's first sample is NaN meanwhile.
         """
         if operands[0].numel() == 0:
             return True
         sample = operands[0][0]
         held = sample.clone()
         sample.fill_(torch.nan)
-        # Made anew: what pads x has a copy of it.
+        # Built again, since padding copies x.
         apart, folded = self.forward(library, operands), self.folded(library, operands)
         right, found = (made()[0][0].isnan().any() for made in (apart, folded))
         sample.copy_(held)
@@ -428,7 +428,7 @@ class _BenchOp:
     def least_step(
         self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """As `step`; of a backward that is not fused, the convolutions alone."""
+        """As `step`; of a backward that is not fused, only the convolutions."""
         call, read, fused = self.call(choices, operands)
         if fused:
             return self.step(dy, choices, operands)

@@ -2,11 +2,11 @@
 
 Candidates are fx_fuser's. Baselines stand for what the inner compiler would run. All are timed in
 one run on this machine, side by side, and the answer is kept (`fx_fuser.planning.timing`). A
-candidate's time, with what it costs in its place, a folding at each call, one more pass, a copy
-into a `cat`, must be clearly below the fastest baseline's. The host launches an op while the GPU
+candidate's time, including what it costs in its place (a fold at each call, one more pass, a copy
+into a `cat`), must be clearly below the fastest baseline's. The host launches an op while the GPU
 runs the one before. So at a site a launch-bound candidate counts with the host's time, which must
-beat the GPU's time of what it replaces. Of tails and of gemms of Inductor's graph the GPU's time
-alone is compared: they add no call. (`passes.padding` asks for a larger gain.)
+beat the GPU's time of what it replaces. For tails and for gemms of Inductor's graph only GPU times
+are compared: they add no call. (`passes.padding` asks for a larger gain.)
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def times(
     device: torch.device,
     options: Options | None = None,
 ) -> list[Timing] | str:
-    """The times of all that `make` makes, or why there are none. key: see `timing.medians`.
+    """The times of the candidates that `make` makes, or why there are none. key: see
+    `timing.medians`.
 
-    options: if by these CUDA graphs are replayed, the host's times are dropped. One warning says
-    that a kernel is wrong.
+    options: if they replay CUDA graphs, the host's times are dropped. Warns if a kernel is wrong.
     """
     try:
         found = timing.medians(key, make, device)
@@ -48,14 +48,14 @@ def times(
         error.warn()
         return str(error)
     if found is None:
-        return "no memory to time it"
+        return "not enough memory to time it"
     replays = options is not None and options.replays_cuda_graphs
     return [Timing(took.gpu) for took in found] if replays else found
 
 
 class Winner(NamedTuple):
-    """place: the winner's index, or None. note: why nobody wins, beside the times: what the fastest
-    costs in its place, and the option that would help if the GPU's time alone would win.
+    """place: the winner's index, or None. note: why no candidate wins, besides the times: what the
+    fastest costs in its place, and the option that would help if the GPU's time alone would win.
     """
 
     place: int | None
@@ -68,7 +68,7 @@ def winner(
     extra: Sequence[float] = (),
     options: Options | None = None,
 ) -> Winner:
-    """The fastest candidate, if it clearly beats a baseline of so many ms of the GPU.
+    """The fastest candidate, if it clearly beats a baseline of so many ms on the GPU.
 
     extra: what each costs in its place, in ms. options: the user's, for the note.
     """
@@ -78,7 +78,7 @@ def winner(
     if gains(needed[fastest], baseline):
         return Winner(fastest)
     is_told = extra[fastest] >= _SAVED
-    note = f"; {extra[fastest]:.2g} ms more where it stands" if is_told else ""
+    note = f"; {extra[fastest]:.2g} ms more in this graph" if is_told else ""
     on_gpu = min(took.gpu + more for took, more in zip(candidates, extra, strict=True))
     if options is not None and gains(on_gpu, baseline):
         note += host_note(options)
@@ -86,7 +86,7 @@ def winner(
 
 
 def host_note(options: Options) -> str:
-    """The option that avoids the host's cost; empty where the user cannot give it."""
+    """The option that avoids the host's cost; empty where the user cannot set it."""
     if options.inner != "inductor" or options.exported:
         return ""
     return "; the host is the bottleneck: mode='reduce-overhead' (CUDA graphs) avoids its cost"

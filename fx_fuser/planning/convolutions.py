@@ -1,4 +1,4 @@
-"""A convolution's candidates, measured beside what the inner compiler would run."""
+"""A convolution's candidates, measured against what the inner compiler would run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compare(
         return best or otherwise, note
     candidates = [library, *direct]
     if not direct:
-        return otherwise, "the library's convolution is the inner compiler's"
+        return otherwise, "the inner compiler calls the library's convolution as well"
     tensors = bench_ops.tensors_of(match)
     if tensors is None:
         return otherwise, "sizes unknown, so not timed"
@@ -76,8 +76,8 @@ def compare(
 def _parts(
     candidates: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """The library's; what takes one layout alone, which is timed beside the library's convolution
-    in either; what takes any."""
+    """The library's; those that need one layout, which are timed against the library's convolution
+    in either; those that run in any."""
     library, *fused = map(dict, candidates)
     direct, others = (
         [c for c in fused if KERNELS[c["product"]].any_layout is any_layout]
@@ -97,7 +97,7 @@ class InLayout(NamedTuple):
 def times_in_layout(
     match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> InLayout | str:
-    """Of what runs in any layout, in inference; or why there are none."""
+    """Times of candidates that run in any layout, in inference; or why there are none."""
     library, _, fused = _parts(candidates)
     if not match.bound.epilogue.steps:
         fused = [choices for choices in fused if choices["product"] != FOLDED]
@@ -124,7 +124,7 @@ def _compare_in_layout(
     options: Options,
     folds: bool,
 ) -> tuple[dict[str, Any] | None, str]:
-    """As `compare`, in inference, of candidates that run in the layout that the graph has."""
+    """As `compare`, in inference, for candidates that run in the layout that the graph has."""
     found = times_in_layout(match, [library, *fused], options)
     if isinstance(found, str):
         return None, found
@@ -141,7 +141,7 @@ def _compare_in_layout(
 
 
 def _folding_ms(match: Match) -> float:
-    """What folding a BatchNorm into the weight takes at each call, together with other layers'."""
+    """The time to fold a BatchNorm into the weight at each call, together with other layers'."""
     weight = bench_ops.form_of(match.site.operands["weight"])  # type: ignore[arg-type]
     if weight is None or "running_mean" not in match.site.operands:
         return 0.0
@@ -156,7 +156,7 @@ def output_of(match: Match) -> torch.Tensor:
 def _baselines(
     match: Match, library: Mapping[str, Any], options: Options
 ) -> tuple[bench_ops.Baseline, ...]:
-    """The inner compiler's possible code of the match's convolution, if it is left."""
+    """What the inner compiler may run for the match's convolution, if it is left."""
     if library["tf32"] or not may_be_tf32(output_of(match)):
         return (bench_ops.Baseline("in channels_last", library, channels_last=True),)
     if options.fp32 != "follow":

@@ -1,8 +1,8 @@
 """(matches, options) → how each runs. A grown tail must gain by itself to be fused.
 
-At a site that no named pattern takes, z alone is planned first. One kernel serves all such sites;
+At a site that no named pattern fits, z alone is planned first. One kernel serves all such sites;
 if it does not gain, nothing else is compiled. If it gains and a pointwise tail follows, a kernel of
-both is compiled. It is timed beside the anchor alone followed by a pointwise kernel, which stands
+both is compiled. It is timed against the anchor alone followed by a pointwise kernel, which stands
 for the inner compiler's code of the tail.
 
 The inner compiler may not need a kernel for the tail. If a norm or another reduction reads the
@@ -51,7 +51,7 @@ def decide(
 ) -> list[Plan | Refusal]:
     """For each match how it runs, with all its kernels built and loaded; a Refusal leaves it alone.
 
-    beside: kernels that others need, which compile beside these.
+    beside: kernels that others need, which compile with these.
     Raises: as `plan.decide`.
     """
     first = [_first(match, options) for match in matches]
@@ -170,7 +170,7 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     return "" if won.place is None else f"{alone.note}; {measured}"
 
 
-# The inner compiler fuses these with nothing. Views are looked through.
+# The inner compiler never fuses these with other operations. Views are looked through.
 _OPAQUE = GEMMS | CONVOLUTIONS | ATTENTION_NAMES | {"output"}
 _OPAQUE |= {"redistribute", "prim_redistribute"}  # a collective; prim_: in torch 2.11
 

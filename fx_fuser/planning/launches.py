@@ -28,20 +28,20 @@ from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.launches")
 
-# The host's time of a call in a graph, by its time in a loop: code and plans have left the
+# The host's time of a call in a graph, relative to that in a loop: code and plans have left the
 # processor's caches, Python and guards are between the calls. ResNeXt-50 1.3, ResNet-18 1.6,
 # Inception 1.8 (H100's hosts, 2026-11-27, kernels_cu/NOTES.md).
 IN_GRAPH = 1.5
 # The host's time to fold one more layer, relative to a call of the library's: 3 us in `fold` and
 # 3.5 for views of its result, to 26 us (same place).
 FOLDING = 0.25
-# Gemms and attentions for each convolution of a graph, at most: a classifier, no transformer.
+# Gemms and attentions per convolution of a graph, at most: a classifier, not a transformer.
 OTHERS = 0.25
 
 
 def counts(matches: Sequence[Match], options: Options) -> bool:
-    """May the host decide?  Not where CUDA graphs are replayed, where no Inductor makes the pass
-    after a convolution, or where much else in the graph may keep the GPU busy.
+    """Can the host's time decide?  Not where CUDA graphs are replayed, where Inductor does not make
+    the pass after a convolution, or where much else in the graph may keep the GPU busy.
 
     matches: of one graph.
     """
@@ -58,7 +58,7 @@ def times_of(
     chosen: str | None,
     options: Options,
 ) -> InLayout | None:
-    """Of a convolution that was timed in the graph's layout. chosen: what it runs on."""
+    """Times of a convolution that was timed in the graph's layout. chosen: what it runs on."""
     if not isinstance(ANCHORS[match.site.kind], Conv2d) or len(offered) == 1:
         return None
     if chosen not in (None, LIBRARY) and not KERNELS[chosen].any_layout:
@@ -68,8 +68,8 @@ def times_of(
 
 
 def bound(times: Sequence[InLayout | None], folded: Collection[int]) -> Timing | None:
-    """What a graph's convolutions take, the GPU without folds and the host with them, if that is
-    longer; else None.
+    """The times of a graph's convolutions, the GPU's without folds and the host's with them, if the
+    host's is longer; else None.
 
     times: of each match, None where it has none. folded: the indices of those that would fold.
     """
@@ -90,7 +90,7 @@ def note(waits: Timing) -> str:
 
 
 def _host_of(found: InLayout) -> float:
-    """Of the library's convolution and the pass over its result: as its fused call, where that was
-    timed; 0 if nothing was."""
+    """The host's time of the library's convolution and the pass over its result: that of its fused
+    call, if that was timed; 0 if nothing was."""
     each = {name: took.host for name, took in found.each.items() if math.isfinite(took.gpu)}
     return each.get(FOLDED) or max(each.values(), default=0.0)

@@ -27,8 +27,8 @@ log = logging.getLogger("fx_fuser.planning.layout")
 
 FORCED = "force_layout_optimization"  # Inductor's setting
 _CONVOLUTION = torch.ops.aten.convolution.default
-# As many nodes a convolution and more, and Inductor leaves the layout. Its own graph, of which it
-# counts, has some two for each of Dynamo's.
+# With so many nodes per convolution or more, Inductor keeps the layout. It counts those of its own
+# graph, which has some two for each of Dynamo's.
 _FEW = 300 // 2
 _SETTINGS = ("layout_optimization", FORCED)
 # View → Inductor's settings → its answer
@@ -65,7 +65,7 @@ def _inductor_converts(view: View, given: Mapping[str, Any]) -> bool:
             return False
         with config.patch(dict(given)):
             return GraphLowering.decide_layout_opt(stand_in, is_inference=not trains)
-    except Exception:  # not a public function of torch's
+    except Exception:  # it is not a public torch function
         log.info("it is not known whether Inductor converts a graph", exc_info=True)
         return False
 

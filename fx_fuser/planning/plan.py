@@ -10,13 +10,13 @@ it, as they do by default; the others, which are for inference, in the layout th
 Without a kernel it is fused only if option "fp32" asks for exactness while those settings would let
 the library use TF32.
 
-A Linear's training step that takes the GPU less than the host is left, and so is what folds its
-BatchNorm in a graph whose convolutions do (`planning.launches`).
+A Linear is left where its training step is launch-bound, and BatchNorms are not folded in a graph
+whose convolutions are (`planning.launches`).
 
-With option "save" as "memory", whatever has a backward is fused.
+With option "save" as "memory", every match that has a backward is fused.
 
-`fx_fuser.kernels` knows the choices at a site, `planning.contest` who wins. A failure of fx_fuser
-at one site costs that site alone.
+`fx_fuser.kernels` knows the choices at a site, `planning.contest` which one wins. A failure of
+fx_fuser at one site affects only that site.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ ON_CPU = "on a CPU Inductor does as well by itself"
 
 
 def runs_native(match: Match, options: Options) -> bool:
-    """Kernel op and its autograd rule, rather than plain torch ops?
+    """Does it run the kernel op and its autograd rule, rather than plain torch ops?
 
     On CPU the inner compiler fuses plain ops better than it can call an opaque reference op.
     """
@@ -91,9 +91,9 @@ def runs_native(match: Match, options: Options) -> bool:
 
 
 def no_gain(match: Match, options: Options) -> str:
-    """Why no fused kernel may gain at a grown match, so that none is timed; empty if one may.
+    """Why no fused kernel can gain at a grown match, so that none is timed; empty if one can.
 
-    One may for an fp32 gemm that is not small, and for a convolution that a kernel takes. In 16
+    One can for an fp32 gemm that is not small, and for a convolution that a kernel supports. In 16
     bits and TF32 the library's gemm of many rows is as fast as the dense kernel
     (kernels_cu/NOTES.md).
     """
@@ -103,20 +103,20 @@ def no_gain(match: Match, options: Options) -> str:
     *_, best = kernels.candidates(case)
     kernel = KERNELS[best["product"]]
     if options.plan == "measure" and kernel.is_too_small(case):
-        return "the library takes some 10 us for it, as long as a kernel takes to begin"
+        return "the library takes about 10 us for it, as long as a kernel takes to start"
     if kernel.grows:
         return ""
     if isinstance(ANCHORS[match.site.kind], Conv2d):
-        return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"
+        return "fx_fuser has no kernel for this convolution (docs/kernels.md lists those it has)"
     dtype = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
     asked = asked_precision(options)
     if dtype != torch.float32 or asked == "tf32":
         if dtype != torch.float32 and (rows := _odd_rows(match, dtype)):
             slow = f"the library has no fast kernel for rows of {rows} elements"
-            # As `passes.padding.settings` asks.
+            # The condition of `passes.padding.settings`.
             if options.inner != "inductor" or not options.users_pass("shape_padding"):
                 return slow
-            return f"{slow}; Inductor's graph may have it padded, or on a kernel for unaligned rows"
+            return f"{slow}; a later pass may pad it or use a kernel for unaligned rows"
         precision = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
         return f"in {precision} the library's gemm is as fast"
     if asked == "ieee":
@@ -132,7 +132,7 @@ def _odd_rows(match: Match, dtype: torch.dtype) -> str:
 
 
 def needs_inference(match: Match, options: Options) -> str:
-    """Why a convolution that no kernel takes is left, if one takes it in inference; else empty."""
+    """Why a convolution without a kernel is left, if there is one for inference; else empty."""
     site = match.site
     if not isinstance(ANCHORS[site.kind], Conv2d):
         return ""
@@ -206,7 +206,7 @@ def _build_kernels(
     options: Options,
     failed: dict[int, Refusal],
 ) -> None:
-    """Compile what may be launched. A fused kernel that does not compile is no candidate."""
+    """Compile what may be launched. Candidates whose fused kernel does not compile are dropped."""
     pairs = [(m, c) for m, c in zip(matches, candidates) if c is not None]
     try:
         prepare(pairs)
@@ -215,7 +215,7 @@ def _build_kernels(
         if options.strict:
             raise
         cause = error
-    # Translation units with which no kernel is made. A failing compile takes seconds.
+    # Translation units that make no kernel. A failing compile takes seconds, so none is repeated.
     known: dict[frozenset[str], BuildError] = {}
 
     def prepare_one(match: Match, choice: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ def _build_kernels(
         try:
             prepare([(match, [choice])])
         except BuildError as error:
-            # Each that does not compile, or if all do and one does not load, all together.
+            # Each one that does not compile; if all do and the kernel does not load, all together.
             missing = load.not_built(specs, device_of(match)).values()
             alone = [frozenset([text]) for of_spec in missing for text in of_spec]
             known.update(dict.fromkeys(alone or [texts], error))
@@ -276,7 +276,7 @@ def _pick(
     options: Options,
     waits: Timing | None = None,
 ) -> Plan | Refusal:
-    """waits: what a launch-bound graph takes, in which nothing is folded."""
+    """waits: the times of a launch-bound graph, in which nothing is folded."""
     on_kernels = runs_native(match, options)
     *_, preferred = candidates
     if device_of(match).type != "cuda":
@@ -303,7 +303,7 @@ def _pick(
         reason = f"{needed}; it is left to the inner compiler"
     help = ""
     if not candidates[0].get("tf32", True) and may_be_tf32(convolutions.output_of(match)):
-        help = "give options={'fp32': 'split'}, with which its forward stays fp32-accurate"
+        help = "give options={'fp32': 'split'}, which keeps its forward fp32-accurate"
     return Refusal.of(match, Fault(match.root, reason, help))
 
 
@@ -316,7 +316,7 @@ def _add_branches(
     candidates: Sequence[list[dict[str, Any]] | None],
     plans: list[Any],
 ) -> None:
-    """Take BatchNorms without activation whose result one folded site adds, as in a downsampling
+    """Fold BatchNorms without activation whose result one folded site adds, as in a downsampling
     branch: their scale goes into their weight, their shift into that site's bias. What is left of
     them is the convolution.
     """

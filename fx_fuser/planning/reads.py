@@ -1,14 +1,14 @@
 """Fused biases → after how many reads Inductor keeps a sum in memory.
 
-Inductor computes a pointwise result again in each kernel that needs it, unless it takes more reads
-than `realize_reads_threshold`; until then all that it is made of stays alive. Of the residual
-stream of a ViT, `x + (a @ w.t() + b) + (c @ v.t() + d)`, these are five reads with its own biases
-and it is written. Where a gemm adds its bias itself there is a read less, the sum of four is not
-written, and three activations live where two would (9 for 8 at the peak of torchvision's vit_b_16
-in fp32, an H100, 2026-11-25). So the threshold is one less there.
+Inductor recomputes a pointwise result in each kernel that needs it, unless it needs more reads than
+`realize_reads_threshold`; until then everything that it reads stays alive. The residual stream of a
+ViT, `x + (a @ w.t() + b) + (c @ v.t() + d)`, has five reads with its biases and is written. Where
+a gemm adds its bias itself there is one read less, the sum of four is not written, and three
+activations are alive instead of two (9 instead of 8 at the peak of torchvision's vit_b_16 in fp32,
+an H100, 2026-11-25). So the threshold is one less there.
 
-Not in training, where memory is what is saved for backward, nor under `install()`, whose settings
-are made before it is known what fuses.
+Not in training, where most memory is what is saved for backward, nor under `install()`, whose
+settings are made before it is known what fuses.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ THRESHOLD = "realize_reads_threshold"  # Inductor's setting
 
 
 def settings(fused: Iterable[Match], options: Options) -> dict[str, Any]:
-    """Inductor's, for a graph with these sites; empty where the user has chosen, for this call or
-    for all."""
+    """Inductor's settings for a graph with these sites; empty if the user has set the threshold,
+    for this call or globally."""
     by_default = config._is_default(THRESHOLD)  # type: ignore[attr-defined]
     if THRESHOLD in options.inductor or not by_default or not any(map(_leaves_its_sum, fused)):
         return {}

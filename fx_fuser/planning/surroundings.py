@@ -31,9 +31,9 @@ _MOST_INLINE = 8  # inputs of a `cat` that is not materialised; Inductor's max_p
 def ms_into_cat(match: Match) -> float:
     """The copy of the site's value into a `cat` that reads it, in ms.
 
-    Inductor computes a pointwise operation into its part of the joined buffer. The result of an
-    opaque call it must copy; so it must a bare library gemm's, which therefore costs nothing extra
-    here. A `cat` that pointwise operations alone read is never materialised
+    Inductor computes a pointwise operation into its part of the joined buffer. It must copy the
+    result of an opaque call, and that of a bare library gemm, too, which therefore costs nothing
+    extra here. A `cat` that only pointwise operations read is never materialised
     (`torch._inductor.lowering.cat`).
     """
     y = bench_ops.form_of(match.root)
@@ -41,15 +41,15 @@ def ms_into_cat(match: Match) -> float:
         return 0.0
     readers = [*_readers(match.view, match.root)]
     joins = [node for node in readers if called_name(node) in _JOINS]
-    # Where others read the value as well, Inductor writes it into the buffer rather than twice.
+    # If others read the value as well, Inductor writes it once, into the buffer.
     if not joins or (len(readers) == 1 and _is_inline(match.view, joins[0])):
         return 0.0
     return 1e3 * 2 * y.bytes / limits.of(device_of(match)).bandwidth
 
 
 def _is_pointwise(match: Match) -> bool:
-    """Does a pointwise operation of Inductor's make the value? It takes a bias off a convolution
-    (`torch._inductor.kernel.conv`), not off a gemm."""
+    """Would Inductor make the value by a pointwise operation?  It splits a bias from a convolution
+    (`torch._inductor.kernel.conv`), not from a gemm."""
     anchor, operands = ANCHORS[match.site.kind], match.site.operands
     is_biased = isinstance(anchor, Conv2d) and operands["bias"] is not None
     is_normed = isinstance(anchor, Conv2dBatchNorm)
@@ -57,7 +57,7 @@ def _is_pointwise(match: Match) -> bool:
 
 
 def _readers(view: View, node: Node, depth: int = 8) -> Iterator[Node]:
-    """Of the value, through views of it."""
+    """The value's readers, through views of it."""
     for reader in view.readers[node]:
         if called_name(reader) in VIEWS and depth:
             yield from _readers(view, reader, depth - 1)

@@ -1,8 +1,8 @@
 """Which of several candidates is fastest on this machine?  Measured once, kept on disk.
 
 Medians of the GPU's time over interleaved rounds, each with a cold L2 cache and with the whole
-candidate queued before the GPU starts on it. The answers are beside the kernels, a file each,
-named by the hash of everything they depend on: see `native.store`.
+candidate queued before the GPU starts on it. The answers are stored next to the kernels, one file
+each, named by the hash of everything they depend on: see `native.store`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fx_fuser.planning import ranks
 _BUDGET_MS = 40.0  # for the rounds of one candidate
 _ROUNDS = (5, 25)  # at least, at most
 _LONG_MS = 4.0  # from here on a candidate is run as few times as possible
-_CALLS = 10  # that the host is timed over
+_CALLS = 10  # over which the host is timed
 # The host's time for a Linear's training step (autograd, AOTAutograd's wrappers, launches), in
-# calls of the fused op: beside an H200 0.66 ms for the three of a Llama MLP, one call 24 us
+# calls of the fused op: on an H200's host 0.66 ms for the three of a Llama MLP, one call 24 us
 # (2026-11-22, kernels_cu/NOTES.md).
 STEP_CALLS = 10
 # From here on flushes are not doubled: the launch queue holds some 1000 entries, the candidate's
@@ -43,7 +43,7 @@ _FLUSHES = 256
 class Candidate:
     """run: timed on the GPU. call: the op alone, timed on the host, if that time matters.
 
-    is_exact: else it scores infinity, which is kept and sent to other ranks as times are.
+    is_exact: if not, it scores infinity, which is kept and sent to other ranks like a time.
     """
 
     run: Callable[[], object]
@@ -80,13 +80,13 @@ def medians(
     make_candidates: Callable[[], Sequence[Candidate]],
     device: torch.device,
 ) -> list[Timing] | None:
-    """The times of each candidate on a CUDA device; None if it has not enough memory.
+    """The times of each candidate on a CUDA device; None if it does not have enough memory.
 
     key: what the answer depends on besides GPU, driver, torch, fx_fuser and the compiler of the
         kernels; compared as text.
     make_candidates: called only if the answer is not known. They run without gradients.
 
-    Of several ranks, all get the times that the first one found.
+    All ranks get the times that the first one found.
     """
     name = hashlib.sha256(repr((_machine(device), key)).encode()).hexdigest()[:32]
     with _lock:
@@ -115,7 +115,7 @@ def _machine(device: torch.device) -> tuple[object, ...]:
 
 @functools.cache
 def _driver() -> int:
-    """The CUDA version of the driver, times 1000; torch has no name for it."""
+    """The CUDA version of the driver, times 1000; torch does not expose it."""
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value
@@ -125,7 +125,7 @@ def _measure(
     make_candidates: Callable[[], Sequence[Candidate]], device: torch.device
 ) -> list[Timing] | None:
     # Dynamo may have a dispatch mode in place; autocast would cast again. A candidate may draw
-    # random numbers, as torch's attention with dropout does, which are none of the user's.
+    # random numbers, as torch's attention with dropout does; the user's state must not change.
     with (
         _disable_current_modes(),
         torch.random.fork_rng(devices=[device]),
@@ -145,7 +145,7 @@ def _measure(
 
 
 def times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Timing]:
-    """Medians of each candidate's times, measured anew; all are on `device`, a CUDA device."""
+    """Medians of each candidate's times, not recalled; all are on `device`, a CUDA device."""
     found = iter(_times_of([c for c in candidates if c.is_exact], device))
     return [next(found) if c.is_exact else Timing(math.inf) for c in candidates]
 
@@ -156,7 +156,7 @@ def _times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Tim
     one_flush = _Timer(flush.zero_, flush).least(3)
     timers, rounds, queued = [], [], []
     for candidate in candidates:
-        _host_ms(candidate)  # the first call takes memory
+        _host_ms(candidate)  # the first call allocates memory
         queued.append(_host_ms(candidate))
         timers.append(_Timer(candidate, flush, 1 + math.ceil(queued[-1] / one_flush)))
         first = timers[-1].least(1)
@@ -172,7 +172,7 @@ def _times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Tim
 
 
 def _timing(candidate: Candidate, gpu: float, queued: float) -> Timing:
-    """queued: the host's time for one call of the candidate, in ms. It is kept where no decision
+    """queued: the host's time for one call of the candidate, in ms. It is used where no decision
     depends on the host: 30 more calls of a gemm of 6 ms would take 0.2 s.
     """
     if candidate.call is None:
@@ -196,7 +196,7 @@ class _Timer:
     def gpu_ms(self) -> float:
         """The GPU's time, from a sample in which the host was ahead of the GPU.
 
-        If it never is, say since the candidate synchronises, the least sample's.
+        If it never is, say because the candidate synchronises, the shortest sample's.
         """
         least = math.inf
         while True:
@@ -216,7 +216,7 @@ class _Timer:
         start.record()
         self.candidate()
         end.record()
-        ahead = not start.query()  # the GPU is at the flushes still
+        ahead = not start.query()  # the GPU is still at the flushes
         end.synchronize()
         return max(start.elapsed_time(end), 1e-3), ahead
 
@@ -245,8 +245,8 @@ def _is_timing(value: object) -> bool:
     """As `_remember` writes them. Only the GPU's time may be infinite: see `Candidate`."""
     if not isinstance(value, list) or len(value) != 2:
         return False
-    are_numbers = all(type(part) in (int, float) for part in value)  # and no bool
-    return are_numbers and value[0] >= 0 and 0 <= value[1] < math.inf  # and no NaN
+    are_numbers = all(type(part) in (int, float) for part in value)  # not bool
+    return are_numbers and value[0] >= 0 and 0 <= value[1] < math.inf  # not NaN
 
 
 def _remember(name: str, times: list[Timing]) -> None:

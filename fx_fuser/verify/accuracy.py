@@ -1,18 +1,19 @@
 """How exact is exact enough: the bound that README promises, and the comparison against it.
 
 What is compared, element by element, is |value − exact|. An infinity stands for every number that
-rounds to it: beside 65530 an infinity of float16 is right, beside 1 it is off by 65519, and one of
-the other sign by twice as much. A NaN is right beside a NaN alone.
+rounds to it. Where the exact value is 65530, an infinity of float16 is right, and one of the other
+sign is off by 131050; where it is 1, an infinity is off by 65519. A NaN is right only where the
+exact value is NaN.
 
-Where eager is no guide. If the exact value is finite and eager's is not, an operation of eager's
+Where eager is no guide: if the exact value is finite and eager's is not, an operation of eager's
 overflowed on the way. There a value may be eager's, an infinity of the exact value's sign, or near
 the exact value. If the exact value is not finite, the value must be eager's or the exact one.
-Neither opens any other element.
+Neither case loosens the bound of any other element.
 
-Gradients that are zero in exact arithmetic, as of a bias ahead of a BatchNorm in training or of the
-keys' ahead of a softmax, are rounding noise in eager: no digit of them is right. That is seen on
-the case itself: eager's error is `_NOISE` times the exact gradient or more. A small gradient that
-eager computes is not among them, and is held to eager's error as any other.
+Gradients that are zero in exact arithmetic, such as that of a bias before a BatchNorm in training
+or of the keys' bias before a softmax, are rounding noise in eager: no digit of them is right. They
+are known by eager's error, which is `_NOISE` times the exact gradient or more. A small gradient
+that eager does compute is held to eager's error like any other.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Bound:
         element  |error| − 2 eps |exact| ≤ max(2 factor · eager's, peak · max |exact|)
 
     "eager's" is the same expression of eager's value: its norm, and its largest element.
-    factor, floor, peak: by the dtype of the value. grad_strides: gradients' must be eager's, as
-    those of outputs and buffers must in any case.
+    factor, floor, peak: by the dtype of the value. grad_strides: gradients must have eager's
+    strides, as outputs and buffers must in any case.
 
     Where the bound of an element comes from. A few wrong elements of many do not show in the norm:
     ten zeros among 10⁶ bfloat16 numbers change it by less than their roundings do. An element of a
@@ -71,18 +72,19 @@ PROMISED = Bound(
     peak={torch.float64: 6e-12, **dict.fromkeys((torch.float32, *_EPS), 6 * 4e-7)},
 )
 
-# Eager's error that is noise alone, in exact gradients. One that is zero but for float64's rounding
-# is 10⁹ times below float32's noise; of one that is not, eager has some digit right.
+# Eager's error, in multiples of the exact gradient, from which on it is noise alone. A gradient
+# that is zero except for float64's rounding is 10⁹ times below float32's noise; of any other, eager
+# has some digit right.
 _NOISE = 1e3
-# So many times eager's noise another sum of the same terms may leave: its terms are as large, but
+# Another sum of the same terms may leave so many times eager's noise: its terms are as large, but
 # rounded at other places.
 _NOISE_FACTOR = 16.0
-# Of an element's own roundings, in eps, where eager overflows and shows none.
+# An element's own roundings, in eps, where eager overflows and shows none.
 _OVERFLOWED = 8.0
 # From so many neighbours on, their errors are a sample, whose spread is known. Where few elements,
 # or a large one, make up an error, the largest of 16 is soon exceeded, and a sum in another order
 # may spread twice as much: 8 standard deviations are not reached. Where many elements do, all
-# neighbours have about the same error, and the deviations are nothing.
+# neighbours have about the same error, and the deviations are close to 0.
 _SAMPLE, _DEVIATIONS = 8, 8.0
 # Neighbours of eager, whose operands differ by a rounding, that are tried before anything is called
 # wrong. Where terms cancel, or a tensor has few elements, eager's own error may be small by luck.
@@ -130,8 +132,8 @@ def compare(
 ) -> list[str]:
     """What is wrong with `found`: empty if every value is as near to `exact` as `eager` is.
 
-    peers: `errors_of` other runs, as good a bound as eager's. neighbours: of runs of one kind, a
-    sample of its errors from `_SAMPLE` on.
+    peers: `errors_of` other runs, as good a bound as eager's. neighbours: those of runs of one
+    kind, a sample of its errors if there are `_SAMPLE` or more.
     """
     if others := _other_names(found, eager):
         return others
@@ -176,14 +178,14 @@ def _name(fault: str) -> str:
 
 
 def errors_of(run: Observed, exact: Observed) -> dict[str, Error]:
-    """A rival's errors, to keep in the place of its values."""
+    """A rival's errors, kept instead of its values."""
     truth = exact.everything()
     found = {}
     for name, value in run.everything().items():
         if has_roundings(value):
             v, e = _reals(value), _reals(truth[name])
             distance = _distance(v, e, value.dtype)
-            # A value that is not finite is an error of no size, or none.
+            # A value that is not finite has an error without a size, or none.
             usable = torch.isfinite(v) & torch.isfinite(e)
             distance = torch.where(usable, distance, 0.0)
             found[name] = Error(
@@ -204,7 +206,7 @@ def _other_names(found: Observed, eager: Observed) -> list[str]:
 
 
 def _other_strides(value: Tensor, eager: Tensor, bound: Bound, is_grad: bool) -> str:
-    """Inductor has its own where a gradient's dimension has one element: they reach nothing."""
+    """Inductor chooses its own for a gradient's dimensions of one element: they reach nothing."""
     if is_grad and not bound.grad_strides:
         return ""
     reaching = [i for i, size in enumerate(value.shape) if size != 1 or not is_grad]
@@ -249,7 +251,7 @@ def _fault(
     whole, element = map(max, zip(*rivals))
     noise = is_grad and rivals[0].whole > _NOISE * size
     factor = _NOISE_FACTOR if noise else bound.factor[real]
-    least = torch.finfo(real).smallest_normal * torch.finfo(real).eps  # no value is nearer
+    least = torch.finfo(real).smallest_normal * torch.finfo(real).eps  # no two values are nearer
     most = max(2 * factor * element, bound.peak[real] * largest + least)
     # Where eager overflowed: as far off as elsewhere, relative to the largest value.
     growth = max(1.0, _largest(e[usable]) / largest) if largest else 1.0
@@ -276,7 +278,7 @@ def _fault(
 
 
 def _sample(runs: Sequence[Errors]) -> list[Errors]:
-    """How large an error may be that is drawn like these; nothing if they are few."""
+    """How large an error drawn like these may be; nothing if they are few."""
     if len(runs) < _SAMPLE:
         return []
 
@@ -295,7 +297,7 @@ def has_roundings(tensor: Tensor) -> bool:
 
 
 def _reals(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in float64, flat; a complex one has two an element."""
+    """The numbers of a tensor in float64, flat; a complex one has two per element."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -310,7 +312,7 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 def _distance(value: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """|value − exact|, infinite where one alone is NaN, or the exact value alone infinite."""
+    """|value − exact|, infinite where only one is NaN, or only the exact value is infinite."""
     limit = _limit(dtype)
     nearest = torch.where(value.isposinf(), exact.clamp(min=limit), value)
     nearest = torch.where(value.isneginf(), exact.clamp(max=-limit), nearest)
@@ -320,7 +322,7 @@ def _distance(value: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_range(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which exact values does the dtype have?  The others are no measure of its numbers' size."""
+    """Which exact values are in the dtype's range?  The others do not count for sizes."""
     return exact.abs() < _limit(dtype)
 
 
@@ -342,11 +344,11 @@ def _norm(numbers: Tensor) -> float:
     return largest * float(torch.linalg.vector_norm(numbers / largest))
 
 
-# ---- the same again --------------------------------------------------------------------------
+# ---- copies ----------------------------------------------------------------------------------
 
 
 class Copier:
-    """Copies a tensor, with its strides; one that is given twice is one copy."""
+    """Copies a tensor, with its strides; one that is given twice is copied once."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype

@@ -26,7 +26,7 @@ from fx_fuser.verify.accuracy import (
     remaining_faults,
 )
 
-_BOUND = replace(PROMISED, grad_strides=False)  # nothing is promised of a gradient's layout
+_BOUND = replace(PROMISED, grad_strides=False)  # nothing is promised about a gradient's layout
 _STATISTICS = ("running_mean", "running_var")
 _NARROWING = ("float", "half", "bfloat16")  # methods
 
@@ -38,7 +38,7 @@ def fault_of(
 ) -> str:
     """What is wrong with the fused op on these values of its operands; empty if nothing is.
 
-    value: of the last matched node, as the graph computes it.
+    value: the last matched node's, as the graph computes it.
     """
     root: Any = meta_tensor(match.root)
     c: Any = meta_tensor(match.site.nodes[0])  # under autocast narrower than operands
@@ -183,7 +183,7 @@ def _by_itself() -> Iterator[None]:
 
 @contextmanager
 def _precision(tf32: bool) -> Iterator[None]:
-    """The user's own gemms may use TF32 as well, if the fused one was told to."""
+    """The user's own gemms may use TF32 as well, if the fused one does."""
     settings: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
     before = [setting.fp32_precision for setting in settings]
     try:

@@ -84,7 +84,7 @@ def _refuse(module: GraphModule, inputs: Sequence[Any]) -> None:
     graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]
     for node in (n for graph in graphs for n in graph.nodes):
         defined_in = getattr(node.target, "__module__", None) or ""
-        # Not by its text: a function's has its address, so any hex digits.
+        # Not by str(target): a function's has its address, which may be any hex digits.
         if defined_in.startswith(("torch.distributed", "torch._ops.c10d", "torch._ops._c10d")):
             raise VerifyError(f"the graph has a collective operation, {node.target}; {remedy}")
         if node.op == "call_module":

@@ -223,10 +223,10 @@ REFUSED: dict[str, tuple[Attend, str]] = {
     "P transposed": (transposed_between, "does not sum over the keys"),
     "heads taken for keys": (heads_for_keys, "does not sum over the keys"),
     "a softmax of half of the keys": (part_of_keys, "does not sum over the keys"),
-    "a sum with v": (added_to, "is no plain product with v"),
+    "a sum with v": (added_to, "is not a plain product with v"),
     "a sink": (with_sink, "adds columns to its scores"),
-    "no keys": (outlook, "makes its scores, no q · kᵀ"),
-    "no queries": (lambda_layer, "no product of two tensors makes its scores, but `k`"),
+    "no keys": (outlook, "makes its scores instead of q · kᵀ"),
+    "no queries": (lambda_layer, "its scores are not a product of two tensors but `k`"),
     "an unknown step": (unknown_step, "relu"),
     "an unknown step after": (unknown_after, "nan_to_num"),
     "a gather": (banded, "gather"),
@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Attend, str]] = {
     "no_grad": (under_no_grad, "grad mode, autocast or another mode changes"),
     "autocast": (autocast_between, "grad mode, autocast or another mode changes"),
     "scores twice": (scores_twice, "takes scores twice"),
-    "one call of torch's": (nothing_reads, "one call of torch's"),
+    "one torch call": (nothing_reads, "one torch call"),
 }  # fmt: skip
 
 
@@ -320,4 +320,4 @@ def sums_of_sums(x: Tensor, v: Tensor) -> Tensor:
 
 def test_many_paths_that_lead_to_no_product_are_walked_once() -> None:
     (reason,) = traced(sums_of_sums, *qkv()[:2]).reasons
-    assert "no product of two tensors makes its scores" in reason or "is no step" in reason
+    assert "are not a product of two tensors" in reason or "is not supported" in reason

@@ -79,7 +79,7 @@ def test_what_is_no_epilogue_is_an_error(text: str) -> None:
         ("v0 = leaky_relu(z)", "leaky_relu has the attributes negative_slope, but"),
         ("v0 = relu(z, beta=1.0)", "relu has the attributes none, but"),
         ("v0 = softplus(z, threshold=1.0, beta=1.0)", "the attributes beta, threshold, but"),
-        ("v0 = cast(z, dtype=nothing)", "'nothing' is no dtype of torch"),
+        ("v0 = cast(z, dtype=nothing)", "'nothing' is not a torch dtype"),
     ],
 )
 def test_the_arguments_of_a_step_are_those_of_its_op(text: str, says: str) -> None:

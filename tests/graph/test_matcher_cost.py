@@ -180,7 +180,7 @@ def test_a_site_beyond_the_bound_is_refused_and_says_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(match, "MAX_WORK", 10)
     outcome = backend.fuse(side_by_side(2), OPTIONS)
     assert not outcome.matches
-    assert all("more than 10 ways" in site.reason for site in outcome.report.refused)
+    assert all("more than 10 comparisons" in site.reason for site in outcome.report.refused)
     assert len(outcome.report.refused) == 2
 
 

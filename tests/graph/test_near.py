@@ -350,7 +350,7 @@ def test_a_factor_that_the_match_computes() -> None:
 
     (site,) = misses(linear_program(squared), torch.randn(4, 8))
     assert site.reason.startswith("`gate`, test_near.py:")
-    assert "another of its operands as well" in site.reason and "nothing" not in site.reason
+    assert "is also one of its operands" in site.reason and "nothing" not in site.reason
     assert (site.pattern, site.missing, site.help) == (MUL_MUL, 0, "")
 
 

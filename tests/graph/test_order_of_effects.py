@@ -154,5 +154,5 @@ def test_a_pattern_beyond_a_kernel_is_an_error(n: int) -> None:
             z = torch.sigmoid(z)
         return z
 
-    with pytest.raises(PatternError, match=f"a kernel takes {MAX_STEPS}"):
+    with pytest.raises(PatternError, match=f"a kernel takes at most {MAX_STEPS}"):
         fx_fuser.register_pattern(deep)

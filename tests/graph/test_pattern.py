@@ -103,8 +103,8 @@ ERRORS: dict[Callable[..., Any], str] = {
     unused_parameter: "its parameter 'b' is not used",
     named_z: "'z' names the anchor's value; rename the parameter",
     computed_operand: "the anchor's operand mul is computed",
-    unknown_op: "softmax is no epilogue op. Known: abs, add,",
-    unknown_method: "cumsum is no epilogue op",
+    unknown_op: "softmax is not an epilogue op. Known: abs, add,",
+    unknown_method: "cumsum is not an epilogue op",
     data_dependent: r"could not trace its source \(TraceError",
     variadic: r"parameter \*rest is not a plain positional one",
     keyword_only: "parameter a is not a plain positional one",
@@ -129,9 +129,9 @@ def test_the_anchor_alone_is_a_pattern(train: bool) -> None:
 
 
 def test_name_must_be_an_identifier() -> None:
-    with pytest.raises(PatternError, match="'two words' is no Python identifier"):
+    with pytest.raises(PatternError, match="'two words' is not a Python identifier"):
         fx_fuser.register_pattern(nothing_pointwise, name="two words")
-    with pytest.raises(PatternError, match="'<lambda>' is no Python identifier"):
+    with pytest.raises(PatternError, match="'<lambda>' is not a Python identifier"):
         fx_fuser.register_pattern(lambda x, w: torch.tanh(F.linear(x, w)))
 
 

@@ -243,7 +243,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "padding: a gemm that cannot be timed costs itself alone",
         "passes/padding.py",
-        "except Exception as error:  # which costs this gemm, not the others",
+        "except Exception as error:  # only this gemm is left alone",
         "except ZeroDivisionError as error:",
         (f"{UNALIGNED}::test_a_gemm_that_cannot_be_timed_does_not_cost_the_others[False]",),
     ),

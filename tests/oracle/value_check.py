@@ -220,7 +220,7 @@ def _fused(loaded: Loaded, gm: GraphModule) -> Reading:
         _note(program, match, options, tail, str(output.args[0][0]))  # type: ignore[index]
     called = (n for n in gm.graph.nodes if str(n.target).startswith("fx_fuser"))
     program.folded = any("folded" in node.args for node in called)
-    too_much = "what follows it compares in more than" in str(outcome.report)
+    too_much = "matching what follows takes more than" in str(outcome.report)
     return Reading(len(outcome.matches), too_much)
 
 

@@ -91,7 +91,7 @@ PATTERNS: dict[str, tuple[Callable[[], Any], str]] = {
     "module": (registered(LINEAR, name="n"), f"is a Linear; {A_FUNCTION}"),
     "partial": (registered(functools.partial(tanh_gate)), f"is a partial; {A_FUNCTION}"),
     "object": (registered(Source(), name="n"), f"is a Source; {A_FUNCTION}"),
-    "empty name": (registered(tanh_gate, name=""), "pattern name '' is no Python identifier"),
+    "empty name": (registered(tanh_gate, name=""), "pattern name '' is not a Python identifier"),
     "name": (registered(tanh_gate, name=3), "the name of a pattern is 3, an int; give a str"),
     "check": (registered(tanh_gate, check=3), "the check of a pattern is 3, an int; give a func"),
     "name second": (registered(tanh_gate, "a"), "is 'a', a str; give a function of the match"),

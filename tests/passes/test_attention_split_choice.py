@@ -53,7 +53,7 @@ class Clock:
 
     def __call__(self, key: Any, make: Any, device: torch.device) -> list[Timing] | str:
         self.keys.append(key)
-        return [Timing(one) for one in self.ms] or "no memory to time it"
+        return [Timing(one) for one in self.ms] or "not enough memory to time it"
 
 
 def large(causal: bool = False, d: int = 64, trains: bool = False) -> GraphModule:

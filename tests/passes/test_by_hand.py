@@ -256,7 +256,7 @@ def test_one_behind_the_other() -> None:
     """Where the second reads what lay within the first, it stays."""
     seen = check(one_behind_the_other, qkv(trains=True))
     assert len(seen.calls) == len(seen.softmaxes) == 1
-    assert seen.reasons == ["a part of it is of another attention"]
+    assert seen.reasons == ["a part of it belongs to another attention"]
 
 
 def test_what_only_it_read_is_gone() -> None:

@@ -57,7 +57,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, *ms: float) -> list[Any]:
 
     def times(key: Any, make: Any, device: torch.device) -> list[Timing] | str:
         keys.append(key)
-        return [Timing(one) for one in ms] or "no memory to time it"
+        return [Timing(one) for one in ms] or "not enough memory to time it"
 
     monkeypatch.setattr(contest, "times", times)
     return keys
@@ -89,7 +89,7 @@ def test_what_the_pass_would_leave_is_not_timed(
 ) -> None:
     keys = timed(monkeypatch, 1.0, 1.0, 0.3)
     assert "it is small" in stays(on_gpu(2, 4, 64, 64))
-    assert "no kernel takes sizes" in stays(on_gpu(4, 8, 1024, 136))
+    assert "no kernel supports sizes" in stays(on_gpu(4, 8, 1024, 136))
     monkeypatch.setattr(load, "runs_on", lambda *_: False)
     assert stays(on_gpu(*LONG)) == "this GPU has no kernel for it"
     assert not keys and not built
@@ -134,7 +134,7 @@ def test_torchs_own_kernel_is_switched_off(
         ((1.0, 0.9, 0.3), ""),
         ((1.0, 0.3, 0.9), "0.3 ms as it is written, 0.9 fused"),
         ((0.3, 1.0, 0.3), "0.3 ms as it is written, 0.3 fused"),
-        ((), "no memory to time it"),
+        ((), "not enough memory to time it"),
     ],
 )
 def test_the_clock_decides(

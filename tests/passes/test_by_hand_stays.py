@@ -71,9 +71,9 @@ MASKS: dict[str, tuple[Attend, str]] = {
     "by sample": (hiding(by_sample), "not causal"),
     "by head": (hiding(by_head), "not causal"),
     "-1e9": (hiding(lambda: ~lower(), -1e9), "have a score of -1e+09"),
-    "-1e4 is added": (masked(lambda: upper(-1e4)), "other values than zero and the least"),
-    "ALiBi": (masked(lambda: torch.arange(L) * 0.5), "other values than zero and the least"),
-    "fp16's least": (masked(lambda: upper(FP16).half()), "other values than zero and the least"),
+    "-1e4 is added": (masked(lambda: upper(-1e4)), "other values than zero and the lowest"),
+    "ALiBi": (masked(lambda: torch.arange(L) * 0.5), "other values than zero and the lowest"),
+    "fp16's least": (masked(lambda: upper(FP16).half()), "other values than zero and the lowest"),
 }
 
 
@@ -164,8 +164,8 @@ TAILS: dict[str, tuple[Attend, Sequence[Any], str]] = {
     "filled by what is given": (
         filled_by_what_is_given, [*qkv(), torch.tensor(-INF)], "a score of `value`, not known"
     ),
-    "filled by less than all": (filled_by_less, qkv(), "not known as the least"),
-    "a scale behind the mask": (scaled_behind_the_mask, qkv(), "scaled behind its mask"),
+    "filled by less than all": (filled_by_less, qkv(), "not known to be lowest"),
+    "a scale behind the mask": (scaled_behind_the_mask, qkv(), "scaled after its mask"),
     "causal from the last key": (
         from_the_last_key, qkv(B, H, 5, D, keys=(B, H, L, D)), "of 5 queries and 12 keys"
     ),
@@ -176,11 +176,11 @@ TAILS: dict[str, tuple[Attend, Sequence[Any], str]] = {
     "a scale that fp32 does not hold": (by(1e-45), qkv(), "its scale is 1e-45"),
     "an infinite scale": (by(INF), qkv(), "its scale is inf"),
     "divided by 0": (divided_by(0.0), qkv(), "its scale is inf"),
-    "a number divided by scores": (a_number_divided, qkv(), "no step that scores may have"),
+    "a number divided by scores": (a_number_divided, qkv(), "is not supported between q"),
     "soft-capped": (soft_capped, qkv(), "tanh is applied to its scores"),
-    "a number added": (biased, qkv(), "add of its scores takes no mask alone"),
+    "a number added": (biased, qkv(), "add of its scores takes something other than one mask"),
     "subtracted": (subtracted, qkv(), "sub is applied to its scores"),
-    "beta": (times_beta, OF_THREE, "add of its scores takes no mask alone"),
+    "beta": (times_beta, OF_THREE, "add of its scores takes something other than one mask"),
     "dropout": (dropping, qkv(), "it has dropout"),
 }  # fmt: skip
 
@@ -322,22 +322,22 @@ def shared_across() -> list[Tensor]:
     return [torch.randn(B, H, *groups, L, D) for groups in ((2, 2), (1, 2), (2, 1))]
 
 
-SIZES = "no kernel takes sizes of"
-LAYOUT = "does not lie in rows of whole vectors"
+SIZES = "no kernel supports sizes of"
+LAYOUT = "does not have rows of whole 16-byte vectors"
 KINDS: dict[str, tuple[Attend, Sequence[Any], str]] = {
-    "float64": (plain, of_dtype(torch.float64), "is of torch.float64"),
-    "bf16": (plain, of_dtype(torch.bfloat16), "is of torch.bfloat16"),
-    "a softmax in fp32 of bf16": (cast_up, of_dtype(torch.bfloat16), "is of torch.bfloat16"),
-    "a softmax in float64": (softmax_in_double, qkv(), "is of torch.float64"),
+    "float64": (plain, of_dtype(torch.float64), "is torch.float64"),
+    "bf16": (plain, of_dtype(torch.bfloat16), "is torch.bfloat16"),
+    "a softmax in fp32 of bf16": (cast_up, of_dtype(torch.bfloat16), "is torch.bfloat16"),
+    "a softmax in float64": (softmax_in_double, qkv(), "is torch.float64"),
     "heads of 136": (plain, qkv(B, H, L, 136), SIZES),
     "heads of 12": (plain, qkv(B, H, L, 12), SIZES),
     "values of other sizes": (plain, [*qkv()[:2], torch.randn(B, H, L, 16)], SIZES),
     "rows apart by no vector": (plain, rows_first(False, 1), LAYOUT),
     "elements that are not adjacent": (plain, last_apart(), LAYOUT),
     "one sample of queries for all": (plain, [qkv(1, H, L, D)[0], *qkv()[1:]], "repeated"),
-    "heads shared across": (plain, shared_across(), "not for neighbouring heads"),
+    "heads shared across": (plain, shared_across(), "not shared by neighbouring query heads"),
     "more heads than a grid has": (plain, qkv(2, 2**16, 2, 8), "more than torch's kernel takes"),
-    "heads that come in turns": (other_heads, qkv(B, 4, L, D, keys=(B, 2, L, D)), "takes a copy"),
+    "heads that come in turns": (other_heads, qkv(B, 4, L, D, keys=(B, 2, L, D)), "needs a copy"),
 }
 
 
@@ -349,18 +349,18 @@ def test_kinds_and_layouts(name: str) -> None:
 def test_autocast() -> None:
     """In 16 bits torch's own is another one."""
     with torch.autocast("cpu", torch.bfloat16):
-        stays(plain, qkv(), "is of torch.bfloat16")
+        stays(plain, qkv(), "is torch.bfloat16")
 
 
 def test_heads_whose_number_is_dynamic() -> None:
-    stays(plain, qkv(), "how many heads it has is dynamic", dynamic=True)
+    stays(plain, qkv(), "its number of heads is dynamic", dynamic=True)
 
 
 def test_heads_of_a_dynamic_size() -> None:
     inputs = qkv()
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 3)
-    stays(plain, inputs, "of one size in every call")
+    stays(plain, inputs, "of constant sizes")
 
 
 def test_a_mask_of_a_dynamic_length() -> None:
@@ -377,7 +377,7 @@ def test_a_mask_of_a_dynamic_length() -> None:
 MULTI_HEAD: dict[str, tuple[Attend, str]] = {
     "dropout": (multi_head("none", dropout_p=0.1), "it has dropout"),
     "a mask of keys": (
-        multi_head("none", key_padding_mask=torch.zeros(B, L, dtype=torch.bool)), "a mask of keys"
+        multi_head("none", key_padding_mask=torch.zeros(B, L, dtype=torch.bool)), "key padding mask"
     ),
     "a mask that is no such": (multi_head("window"), "not causal"),
 }  # fmt: skip

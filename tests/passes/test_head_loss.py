@@ -370,7 +370,7 @@ def test_explain_names_it() -> None:
         assert "runs with its Linear, in pieces of rows, without the logits of all" in said
     assert type(report).from_json(report.to_json()) == report
     small = fx_fuser.explain(model(viewed), rows(B, T), labels(B, T), options=options)
-    assert "its logits are of torch.float32" in " ".join(str(small).split())
+    assert "its logits are torch.float32" in " ".join(str(small).split())
 
 
 # ---- any -----------------------------------------------------------------------------------------

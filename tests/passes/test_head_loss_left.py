@@ -270,27 +270,27 @@ LEFT = {
     also_a_penalty: "also read by",
     likely_returned: "also read by the caller",
     returned_and_written: "also read by",
-    written_behind: "something is written behind",
+    written_behind: "something is written after",
     some_rows_of_what_is_returned: "reads some rows",
-    returned_without_training: "nothing wants a gradient",
+    returned_without_training: "nothing requires a gradient",
     class_weights: "class weights",
-    soft_labels: "no tensor of indices",
-    two_of_a_row: "one value a row",
-    of_a_few_rows: "one value a row",
-    over_rows: "one value a row",
+    soft_labels: "not a tensor of indices",
+    two_of_a_row: "one value per row",
+    of_a_few_rows: "one value per row",
+    over_rows: "one value per row",
     picked_and_an_entropy: "also read by",
     two_losses_and_a_penalty: "several losses",
     penalty_of_another_multiple: "other multiples",
     penalty_of_other_rows: "other rows",
     labels_of_a_log_sum_exp: "before its labels are made",
     labels_written_in_between: "labels are written",
-    penalty_without_training: "nothing wants a gradient",
+    penalty_without_training: "nothing requires a gradient",
     penalty_and_a_write: "something is written",
     log_sum_exp_alone: "",
     log_sum_exp_of_columns: "also read by",
     log_sum_exp_over_rows: "also read by",
     picked_alone: "",
-    smoothed_away: "no number below 1",
+    smoothed_away: "not a number from 0 to below 1",
     of_a_learnt_scale: "",
     capped_twice: "",
     of_nothing: "",
@@ -386,7 +386,7 @@ def test_a_kernel_that_does_not_compile_costs_the_head_alone(
 
     monkeypatch.setattr(load, "available", lambda _: None)
     monkeypatch.setattr(load, "prepare", fails)
-    warns = pytest.warns(UserWarning, match="leaves a loss as it is written: no compiler")
+    warns = pytest.warns(UserWarning, match="leaves a loss as written: no compiler")
     with warns, pytest.raises(head_loss.Stays, match="no compiler"):
         head_loss._check_kernel(head_on_a_gpu(), PLAIN, Options())
     with pytest.raises(BuildError):

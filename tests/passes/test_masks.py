@@ -134,16 +134,16 @@ STAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "given": (lambda m: m, "its mask depends on `m`"),
     "of what is given": (lambda m: m.tril() > 0, "its mask depends on `m`"),
     "written to": (lambda m: torch.zeros(S, S).add_(m), "its mask depends on `m`"),
-    "random": (lambda m: torch.rand(S, S) < 2, "which is not run ahead"),
-    "empty": (lambda m: torch.empty(S, S) == 0, "which is not run ahead"),
-    "a layer": (lambda m: F.relu(torch.zeros(S, S)), "which is not run ahead"),
+    "random": (lambda m: torch.rand(S, S) < 2, "which cannot be evaluated here"),
+    "empty": (lambda m: torch.empty(S, S) == 0, "which cannot be evaluated here"),
+    "a layer": (lambda m: F.relu(torch.zeros(S, S)), "which cannot be evaluated here"),
     "one more": (lambda m: torch.ones(S, S, dtype=torch.bool).tril(1), "its mask is not causal"),
     # of two samples, which expand does not make of one
     "causal for the first": (lambda m: samples(compared(), whole()), "its mask is not causal"),
     "open for the first": (lambda m: samples(whole(), compared()), "its mask is not causal"),
     "causal for the first head": (lambda m: heads(compared(), whole()), "its mask is not causal"),
     "a window": (lambda m: compared() & ~compared().tril(-3), "its mask is not causal"),
-    "small": (lambda m: torch.where(compared(), 0.0, -1e4), "other values than zero and the least"),
+    "small": (lambda m: torch.where(compared(), 0.0, -1e4), "values than zero and the lowest"),
     "sloped": (lambda m: (positions() - positions()[:, None]).float(), "other values"),
 }
 
@@ -339,7 +339,7 @@ def test_a_function_of_the_users_by_a_known_name_is_not_run() -> None:
         return F.scaled_dot_product_attention(q, k, v, tril(torch.ones(S, S, dtype=torch.bool)))
 
     (mask,) = read(attend, *qkv())
-    assert "which is not run ahead" in mask.reason
+    assert "which cannot be evaluated here" in mask.reason
 
 
 def test_what_fails_within_a_vmap_leaves_none_open() -> None:
@@ -350,7 +350,7 @@ def test_what_fails_within_a_vmap_leaves_none_open() -> None:
         (node,) = gm.graph.find_nodes(op="call_function", target=operator.and_)
         node.args = (node.args[0], "no tensor")
         (mask,) = masks.Reader().simplify(gm, gm.graph)
-        assert mask.reason.startswith("its mask cannot be made ahead: ")
+        assert mask.reason.startswith("its mask cannot be evaluated: ")
         assert torch._C._functorch.peek_interpreter_stack() is None
         raise RuntimeError("seen")
 

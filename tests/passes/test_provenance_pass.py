@@ -56,7 +56,7 @@ def test_explain_says_why_a_site_is_left() -> None:
     report = fx_fuser.explain(Router(), *pair(), options={"cpu_ops": True})
     assert not report.fused
     assert [r.reason for r in report.refused] == [
-        "an operand is cast up from 16 bits, which a pass over Inductor's graph reads"
+        "an operand is cast up from 16 bits, and a pass over Inductor's graph reads those"
     ]
 
 

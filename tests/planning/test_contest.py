@@ -48,7 +48,7 @@ def test_a_microsecond_is_the_least_gain() -> None:
 
 
 def test_what_costs_the_gain_is_said() -> None:
-    assert winner([Timing(0.9)], 1.0, [0.25]).note == "; 0.25 ms more where it stands"
+    assert winner([Timing(0.9)], 1.0, [0.25]).note == "; 0.25 ms more in this graph"
     assert winner([Timing(1.5)], 1.0).note == ""
 
 
@@ -115,7 +115,7 @@ def test_where_cuda_graphs_are_replayed_the_host_costs_nothing(
 
 def test_a_contest_that_finds_no_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _given(monkeypatch, None)
-    assert contest.times((), list, GPU) == "no memory to time it"
+    assert contest.times((), list, GPU) == "not enough memory to time it"
 
 
 def test_a_kernel_that_is_wrong_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_kernel_that_is_wrong_is_warned_of(monkeypatch: pytest.MonkeyPatch) ->
         bench_ops.compare([lambda: [right], lambda: [wrong]], "new", torch.float32)
         return []
 
-    with pytest.warns(UserWarning, match=r"the new kernel's \[4\] in torch.float32 is 0.1 from"):
+    with pytest.warns(UserWarning, match=r"kernel's \[4\] in torch.float32 differs by 0.1 from"):
         said = contest.times((), make, GPU)
     assert isinstance(said, str) and said.startswith("the new kernel's")
 
@@ -250,4 +250,4 @@ def test_a_gain_that_the_copy_takes_is_none(
     decision = decide(match)
     assert isinstance(decision, Refusal) != fuses
     if isinstance(decision, Refusal):
-        assert "0.2 ms more where it stands" in decision.reason
+        assert "0.2 ms more in this graph" in decision.reason

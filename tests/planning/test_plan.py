@@ -95,7 +95,7 @@ def test_training_is_judged_on_the_sum(
     assert getattr(decision, "choices", None) == choices
 
 
-@pytest.mark.parametrize("why", ["no memory to time it", "sizes unknown"])
+@pytest.mark.parametrize("why", ["not enough memory to time it", "sizes unknown"])
 def test_what_was_not_benched_is_not_taken(
     match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -443,7 +443,7 @@ def test_a_bad_option_is_no_fault_of_ours_to_survive(on_gpu: Any) -> None:
     "dtype, sizes, words",
     [
         (torch.float32, (4096, 512, 512), ""),
-        (torch.float32, (4, 16, 8), "some 10 us"),
+        (torch.float32, (4, 16, 8), "about 10 us"),
         (torch.bfloat16, (4096, 512, 512), "in bfloat16 the library's gemm is as fast"),
         (torch.bfloat16, (4096, 415, 512), "has no fast kernel for rows of 415 elements"),
         (torch.float16, (64, 512, 50257), "has no fast kernel for rows of 50257 elements"),

@@ -40,7 +40,7 @@ def test_the_librarys_convolution_is_left(match_of: Any, on_gpu: Any, cudnn_prec
         cudnn_precision(precision)
         for match in (half_norm(match_of), exact, double):
             decision = decide(match)
-            assert isinstance(decision, Refusal) and "is the inner compiler's" in decision.reason
+            assert isinstance(decision, Refusal) and "calls the library's" in decision.reason
             assert ("'fp32': 'split'" in decision.help) == (match is exact and precision == "tf32")
             assert decide(match, plan="always") == Plan(True, CONV, "library")
             assert decide(match, inner="aot_eager").choices == CONV  # type: ignore[union-attr]

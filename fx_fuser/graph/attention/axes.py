@@ -17,7 +17,7 @@ Dim = tuple[int, ...]
 
 
 class Axes:
-    """The axes of one site, as far as they are told apart yet."""
+    """The axes of one site, as split so far."""
 
     def __init__(self) -> None:
         self._sizes: list[Size] = []
@@ -31,7 +31,7 @@ class Axes:
         return self._sizes[axis]
 
     def leaves(self, dims: Iterable[int]) -> Dim:
-        """The same axes, those that were split as their parts."""
+        """The same axes, each split one replaced by its parts."""
         found: list[int] = []
         for axis in dims:
             found += self.leaves(self._parts[axis]) if axis in self._parts else (axis,)
@@ -87,8 +87,8 @@ class Axes:
         return found
 
     def arrange(self, axes: Dim, sizes: Sequence[Size]) -> list[Dim] | None:
-        """The axes as dimensions of these sizes, of the same product. Splits axes where needed;
-        those of size 1 are lost. None if no split does it."""
+        """The axes as dimensions of these sizes, which have the same product. Splits axes where
+        needed; those of size 1 are dropped. None if no split does it."""
         queue = [axis for axis in self.leaves(axes) if not is_same(self._sizes[axis], 1)]
         large = [i for i, size in enumerate(sizes) if not is_same(size, 1)]
         found: list[Dim] = [()] * len(sizes)
@@ -108,7 +108,7 @@ class Axes:
         return None if queue else found
 
     def _take(self, queue: list[int], size: Size) -> Dim | None:
-        """From the queue's front, axes of this size in all."""
+        """Axes from the front of the queue whose sizes multiply to this one."""
         taken: list[int] = []
         left = size
         while not is_same(left, 1):

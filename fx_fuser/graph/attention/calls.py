@@ -17,12 +17,12 @@ from fx_fuser.graph.read.view import View
 
 aten = torch.ops.aten
 ATTENTIONS = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
-# Their arguments, where they stand and what they are by default.
+# Their arguments in order, with defaults.
 ATTENTION_ARGUMENTS: tuple[tuple[str, Any], ...] = (
     ("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0),
     ("is_causal", False), ("scale", None), ("enable_gqa", False),
 )  # fmt: skip
-# torch's module of attention is one call, projections and all.
+# torch's attention module is one call, projections included.
 OPAQUE = {F.multi_head_attention_forward, torch._transformer_encoder_layer_fwd}
 OPAQUE |= {torch._native_multi_head_attention}
 _SOFTMAXES = {torch.softmax, torch.special.softmax, "softmax", aten.softmax.int}
@@ -37,7 +37,7 @@ class Product:
     """alpha · left · right + beta · addend, with a label for each dimension.
 
     labels: of both factors; out: of the result. A label of both factors that the result lacks is
-    summed over. addend: None where beta is 0, for it is not read then.
+    summed over. addend: None where beta is 0, because it is then not read.
     """
 
     node: Node
@@ -67,7 +67,7 @@ class Softmax:
 
 
 def product_at(view: View, node: Node) -> Product | None:
-    """The product of two tensors that a node is; none of a Linear, whose weight is no operand."""
+    """The product of two tensors that a node is; None for a Linear, whose weight is a parameter."""
     if node.op not in _CALLS:
         return None
     if node.target in _EINSUMS:
@@ -125,7 +125,7 @@ def _baddbmm(view: View, node: Node) -> Product | None:
         return None
     unread = meta_tensor(addend)
     if beta == 0 and (unread is None or unread.requires_grad):
-        return None  # its gradient is zeros, which is not none
+        return None  # its gradient is zeros, not None
     read = None if beta == 0 else view.value(node, addend)
     return Product(node, plain.factors, plain.labels, plain.out, alpha, beta, read)
 

@@ -1,9 +1,9 @@
 """Find the attentions of a graph: `find`.
 
-Each begins at its softmax. Backwards, through steps of a tail and views, stands the product of q
-and k; forwards, through casts, a dropout and views, the one with v. The axes of the first product
-are followed through all of it (`fx_fuser.graph.attention.axes`), so that what is a key, a query or
-a head is known by how the graph got there. What is not surely attention is refused, with a reason.
+Each search starts at a softmax. It goes back through views and the steps of a tail to the product
+of q and k, and forward through casts, a dropout and views to the product with v. The axes of the
+first product are followed all the way (`fx_fuser.graph.attention.axes`), so that keys, queries and
+heads are known by how the graph got there. What is not surely attention is refused, with a reason.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fx_fuser.graph.read.nodes import argument_of, input_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 
-# The operations of a tail; casts and what returns its input as well.
+# The operations of a tail, with casts and those that return their input.
 TAIL = frozenset({"identity", "cast", "add", "sub", "mul", "div", "tanh", "where"})
-# What may stand between the weights of an attention and the product, so that it is reported.
+# Followed from the softmax to the product with v, so that such an attention is reported as refused.
 _PASSED_BY_A_CANDIDATE = frozenset({"getitem", "mul", "conv2d", "masked_fill", "nan_to_num"})
 _INPUTS = ("placeholder", "get_attr")
 _LONGEST = 32  # operations between the product and the softmax, or the softmax and the product
@@ -54,7 +54,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 def find(view: View) -> list[AttentionSite | Refused]:
     """The attentions of a graph, in the order of their softmax. A softmax that no product follows
-    is none."""
+    is skipped."""
     found: list[AttentionSite | Refused] = []
     for node in view.nodes:
         softmax = softmax_at(view, node)
@@ -64,7 +64,7 @@ def find(view: View) -> list[AttentionSite | Refused]:
             elif node.op == "call_function" and node.target in ATTENTIONS:
                 found.append(hazards.checked(view, torchs_attention(view, node)))
             elif node.op == "call_function" and node.target in OPAQUE:
-                raise RefusedError(node, "it is one call of torch's, projections and all")
+                raise RefusedError(node, "it is one torch call, projections included")
         except RefusedError as refused:
             found.append(Refused(node, refused.at, str(refused)))
     return found
@@ -72,7 +72,7 @@ def find(view: View) -> list[AttentionSite | Refused]:
 
 def _is_candidate(view: View, softmax: Node) -> bool:
     """Does a product of two tensors follow, or a Linear over the heads?  A softmax of classes or of
-    experts is no attention."""
+    experts is not attention."""
     queue, seen = [softmax], {softmax}
     while queue and len(seen) < _LONGEST:
         node = queue.pop(0)
@@ -95,7 +95,7 @@ def _is_permuted(view: View, node: Node) -> bool:
 
 
 def _is_post(view: View, node: Node, weights: Node) -> bool:
-    """Is it a cast or a dropout of the weights?  `x.type_as(weights)` is one of x."""
+    """Is it a cast or a dropout of the weights?  `x.type_as(weights)` is a cast of x."""
     written = view.written(node)
     if written is not None:
         return written.op in ("identity", "cast") and written.args[0] is weights
@@ -104,7 +104,8 @@ def _is_post(view: View, node: Node, weights: Node) -> bool:
 
 @dataclass
 class _Scores:
-    """The first product and what it gave axes to. of: label → axes; sizes are the product's."""
+    """The first product and its axes. of: label → axes, of the product's sizes. factors: the axes
+    of each factor's dimensions."""
 
     product: Product
     of: dict[str, Dim]
@@ -158,7 +159,7 @@ class _Finder:
         """The nodes from the product to this one."""
         if product_at(self.view, node) is not None:
             return [node]
-        if node in self.failed:  # else sums of sums would be walked along each of their paths
+        if node in self.failed:  # otherwise nested sums would be walked along every path
             raise self.failed[node]
         refused: RefusedError | None = None
         for before in self._befores(node) if most else ():
@@ -171,7 +172,7 @@ class _Finder:
         raise self.failed[node]
 
     def _befores(self, node: Node) -> list[Node]:
-        """What may be the score before this step: of its size, and the first that is one."""
+        """Operands that may be the score before this step: those of its size, in order."""
         found = moved(self.view, node)
         if found is not None:
             return [found[0]]
@@ -185,15 +186,15 @@ class _Finder:
 
     def _why_no_step(self, node: Node) -> str:
         if node.op in _INPUTS:
-            return f"no product of two tensors makes its scores, but {called(node)}"
+            return f"its scores are not a product of two tensors but {called(node)}"
         if called_name(node) == "linear":
             mixed = _reaches_product(self.view, node)
             return f"{statement(node)}, " + (
-                "mixes heads before the softmax" if mixed else "makes its scores, no q · kᵀ"
+                "mixes heads before the softmax" if mixed else "makes its scores instead of q · kᵀ"
             )
         if called_name(node) == "cat":
             return f"{statement(node)}, adds columns to its scores"
-        return f"{statement(node)}, is no step that scores may have"
+        return f"{statement(node)}, is not supported between q · kᵀ and the softmax"
 
     def _labelled(self, node: Node) -> _Scores:
         """The product, with an axis for each of its labels."""
@@ -248,7 +249,9 @@ class _Finder:
             elif is_number(given):
                 args.append(float(given))  # type: ignore[arg-type]
             else:
-                why = "scores twice" if given is before else "what changes from call to call"
+                why = (
+                    "scores twice" if given is before else "a value that changes from call to call"
+                )
                 raise RefusedError(node, f"{statement(node)}, takes {why}")
         return [Step(written.op, tuple(args), _tensor(node).dtype)], dims
 
@@ -277,7 +280,8 @@ class _Finder:
                 return query, over
         raise RefusedError(
             self.softmax.node,
-            "its softmax is not over the keys of one factor: heads are mixed, or it is no q · kᵀ",
+            "its softmax is not over the keys of one factor: "
+            "heads are mixed, or its scores are not q · kᵀ",
         )
 
     # ---- from the softmax to the product with v ----------------------------------------------
@@ -304,7 +308,7 @@ class _Finder:
                 _, dims = self._step(reader, node, dims)
             between.append(reader)
             node = reader
-        raise RefusedError(node, "the product with v is far away")
+        raise RefusedError(node, "the product with v is too many operations away")
 
     def _only_reader(self, node: Node) -> Node:
         readers = self.view.readers[node]
@@ -315,7 +319,7 @@ class _Finder:
     def _why_not_after(self, node: Node) -> str:
         if called_name(node) in ("linear", "conv2d"):
             return f"{statement(node)}, mixes heads after the softmax"
-        return f"{statement(node)}, is no step that a softmax's result may have"
+        return f"{statement(node)}, is not supported between the softmax and the product with v"
 
     def _values(
         self, second: Product, p: Node, dims: list[Dim], keys: Dim
@@ -323,7 +327,7 @@ class _Finder:
         """(v, the dimensions of the product, the axes that v alone has)"""
         node, axes = second.node, self.axes
         if second.factors.count(p) != 1 or (second.alpha, second.addend) != (1, None):
-            raise RefusedError(node, f"{statement(node)}, is no plain product with v")
+            raise RefusedError(node, f"{statement(node)}, is not a plain product with v")
         place = second.factors.index(p)
         of = dict(zip(second.labels[place], dims))
         if sorted(axes.flat(of[x] for x in second.summed)) != sorted(axes.leaves(keys)):
@@ -360,7 +364,7 @@ class _Finder:
         return rows
 
     def _views_behind(self, node: Node, dims: list[Dim]) -> tuple[tuple[Node, ...], Operand]:
-        """The views that alone read the result, one after another, and what they make of it."""
+        """The chain of views, each the only reader of the one before, and their result."""
         view, views = self.view, list[Node]()
         while len(readers := view.readers[node]) == 1:
             found = moved(view, readers[0])
@@ -377,7 +381,7 @@ class _Finder:
 def _tensor(node: Node) -> torch.Tensor:
     tensor = meta_tensor(node)
     if tensor is None:
-        raise RefusedError(node, f"{called(node)} is no tensor that is known when compiling")
+        raise RefusedError(node, f"{called(node)} is not a tensor known at compile time")
     return tensor
 
 

@@ -1,6 +1,6 @@
-"""Does an attention stand alone?  What else reads or writes its values; regions and classes.
+"""Can an attention be replaced as a whole?  Checks who else uses its values, regions and classes.
 
-As `fx_fuser.ops.checks`, which has the cases that went wrong, does for a tail.
+`fx_fuser.ops.checks` does the same for a tail, and has the cases that went wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST_OF_ROWS = frozenset({"amax", "max"})
 
 
 def checked(view: View, site: AttentionSite) -> AttentionSite:
-    """The site. Raises RefusedError where it does not stand alone."""
+    """The site. Raises RefusedError if it cannot be replaced as a whole."""
     _plain_tensors(site)
     _one_region(view, site)
     for node in site.nodes:
@@ -34,7 +34,7 @@ def checked(view: View, site: AttentionSite) -> AttentionSite:
 
 
 def alone(view: View, node: Node, nodes: tuple[Node, ...]) -> None:
-    """Raises RefusedError if others than these nodes read its value."""
+    """Raises RefusedError if nodes other than these read its value."""
     reader = next((r for r in view.readers[node] if r not in nodes), None)
     if reader is None:
         return
@@ -57,7 +57,7 @@ def _plain_tensors(site: AttentionSite) -> None:
             reason = f"{called(origin.node)} is of class {origin.kind}, not a plain tensor"
             raise RefusedError(node, reason)
         if type(tensor) not in _PLAIN or tensor is None or tensor.layout is not torch.strided:
-            raise RefusedError(node, f"{called(node)} is no plain tensor")
+            raise RefusedError(node, f"{called(node)} is not a plain tensor")
         if tensor.device != device and tensor.ndim:
             raise RefusedError(
                 node, f"{called(node)} is on {tensor.device}, others are on {device}"
@@ -78,7 +78,7 @@ def _one_region(view: View, site: AttentionSite) -> None:
 
 
 def _writes_stay_inside(view: View, site: AttentionSite) -> None:
-    """Nothing else sees what an operation in place changes, and no other writes to the site's
+    """Nothing else sees what an in-place operation changes, and nothing else writes to the site's
     values."""
     memory = storages(site.nodes[:-1])
     end = view.order[site.node]
@@ -88,8 +88,8 @@ def _writes_stay_inside(view: View, site: AttentionSite) -> None:
             shown = (view.nodes[i] for i in view.shown_at.get(one, ()) if i < end)
             other = next((n for n in shown if n not in inside), None)
             if other is not None:
-                reason = f"{statement(node)}, works in place on memory that {called(other)} also "
-                raise RefusedError(node, f"{reason}shows")
+                reason = f"{statement(node)}, works in place on memory that {called(other)} "
+                raise RefusedError(node, f"{reason}shares")
     for one in memory:
         for place in view.written_at.get(one, ()):
             writer = view.nodes[place]
@@ -104,8 +104,8 @@ def _writes_stay_inside(view: View, site: AttentionSite) -> None:
 
 def _operands_unchanged(view: View, site: AttentionSite) -> None:
     """The site reads an operand at one of its nodes; a call in place of the site reads it at the
-    site's end, and its backward later, which computes S anew from operands that eager mode does not
-    keep. What is written before the site reads it (`k[..., :n] = …`) is what both read.
+    site's end, and its backward later, which recomputes S from operands that eager mode does not
+    keep. Both see what is written before the site reads it (`k[..., :n] = …`).
 
     A write to an input of the graph may reach an operand through an alias that only the caller
     knows; an integer counter does not.
@@ -114,7 +114,7 @@ def _operands_unchanged(view: View, site: AttentionSite) -> None:
     first = min(order[node] for node in site.nodes)
     operands = dict.fromkeys(operand.node for operand in site.operands)
     for node in operands:
-        # An operand behind a view is read there, and never written (`read_through.origin`).
+        # The site reads a view of some operands; nothing writes to these (`read_through.origin`).
         read = [order[reader] for reader in view.readers[node] if reader in inside]
         before = view.nodes[min(read) - 1] if read else node
         if is_written(view, node, before, end):

@@ -1,4 +1,4 @@
-"""Views of a tensor, and what they are views of: operands without the copies that views take."""
+"""Views of a tensor, and what they are views of: operands without the copies that views make."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COPIES = frozenset({"contiguous", "clone"})
 
 def moved(view: View, node: Node) -> tuple[Node, reindex.Step | None] | None:
     """(what it is a view or a copy of, what it does to dimensions), for a node that changes no
-    value and repeats none. None as the step: nothing."""
+    value and repeats none. A step of None moves nothing."""
     source = input_of(node)
     if not isinstance(source, Node) or not is_torchs(node):
         return None
@@ -39,9 +39,9 @@ def moved(view: View, node: Node) -> tuple[Node, reindex.Step | None] | None:
 
 
 def origin(view: View, axes: Axes, operand: Operand, end: Node) -> Operand:
-    """The tensor behind the operand's views, copies and repetitions, if nothing writes to it, early
-    or later: a backward reads it, too. A head of keys that several heads of queries share is one
-    then."""
+    """The tensor behind the operand's views, copies and repetitions, if nothing later in the graph
+    writes to it: a backward reads it, too. A key head that several query heads share is one head
+    there."""
     while (found := _before(view, axes, operand.node, operand.dims)) is not None:
         source, dims = found
         # A view that is taken under no_grad has no gradient.
@@ -97,7 +97,7 @@ def _is_by_number(node: Node) -> bool:
 def _repeated(
     axes: Axes, sizes: Sequence[Size], to: Sequence[Size], dims: Sequence[Dim], inner: bool
 ) -> list[Dim] | None:
-    """Of what was repeated, each element on its own or the whole one after another."""
+    """The dimensions before a repetition. inner: of each element, not of the whole dimension."""
     if len(sizes) != len(to) or not all(isinstance(n, int) and n for n in (*sizes, *to)):
         return None
     found: list[Dim] = []
@@ -114,7 +114,7 @@ def _repeated(
 
 
 def numbered(axes: Axes, site: AttentionSite) -> AttentionSite:
-    """The site with its axes as they were split in the end, numbered from 0, and their sizes."""
+    """The site with its axes as finally split, numbered from 0, and their sizes."""
     ends = [axes.leaves(part) for part in (site.rows, site.keys, site.inner, site.columns)]
     known = {axis for part in ends for axis in part}
     lie = [axes.flat(operand.dims) for operand in (site.result, *site.operands)]

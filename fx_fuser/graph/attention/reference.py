@@ -17,7 +17,7 @@ from fx_fuser.graph.read.operations import OPS
 
 
 def reference(site: AttentionSite, values: Mapping[Node, Tensor]) -> Tensor:
-    """The value of `site.result`, of its shape and dtype. values: of the operands' nodes.
+    """The value of `site.result`, in its shape and dtype. values: an operand's node → its tensor.
 
     As exact as eager mode: each step is rounded to its own dtype. Differentiable.
     """
@@ -30,7 +30,7 @@ def reference(site: AttentionSite, values: Mapping[Node, Tensor]) -> Tensor:
         return operand.seen(tensor, sizes, order)
 
     def matrix(operand: Operand, left: Dim, right: Dim) -> Tensor:
-        """[*batch, left, right], the last two dimensions whole."""
+        """[*batch, left, right], the last two dimensions not broadcast."""
         tensor = seen(operand, (*batch, *left, *right))
         here = [*tensor.shape[: len(batch)], *(sizes[axis] for axis in (*left, *right))]
         shape = [math.prod(sizes[axis] for axis in part) for part in (left, right)]
@@ -79,7 +79,7 @@ def _laid_out(site: AttentionSite, o: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _sizes(site: AttentionSite, values: Mapping[Node, Tensor]) -> list[int]:
-    """Of the axes. A size that is not the same in every call is read off the tensors."""
+    """The sizes of the axes. One that changes from call to call is read from the tensors."""
     sizes: list[int | None] = [n if isinstance(n, int) else None for n in site.sizes]
     found = [(dim, n) for o in site.operands for dim, n in zip(o.dims, values[o.node].shape)]
     while None in sizes:

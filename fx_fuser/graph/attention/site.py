@@ -5,8 +5,8 @@
     O = P · v                 [*batch, rows, columns]
 
 Dimensions are axes, which are numbers: `sizes[axis]`. Heads that share keys are axes of the batch
-that k and v lack; a window is one that a view split off. So an operand is a tensor of the graph
-and, for each of its dimensions, the axes that it runs over. To see it in another order takes no
+that k and v lack; a window is an axis that a view split off. So an operand is a tensor of the graph
+and, for each of its dimensions, the axes that it runs over. Seeing it in another order takes no
 copy.
 """
 
@@ -29,15 +29,15 @@ SCORE = Arg("z")  # the value that a step is applied to
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of the graph. dims: the axes of each of its dimensions. dtype: it is cast to that
-    before it is used; None if it is not."""
+    """A tensor of the graph. dims: the axes of each of its dimensions. dtype: what it is cast to
+    before it is used; None if it is not cast."""
 
     node: Node
     dims: tuple[Dim, ...]
     dtype: torch.dtype | None = None
 
     def seen(self, tensor: Tensor, sizes: Sequence[Size], order: Dim) -> Tensor:
-        """The tensor with one dimension an axis of `order`, of size 1 where it lacks the axis. A
+        """The tensor with one dimension per axis of `order`, of size 1 where it lacks the axis. A
         view, whatever its strides are."""
         mine = [axis for dim in self.dims for axis in dim]
         split = tensor.reshape([sizes[axis] for axis in mine])
@@ -47,7 +47,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of the tail: of SCORE, operands and numbers; its result has `dtype`.
+    """An operation of the tail on SCORE, operands and numbers; its result has `dtype`.
 
     op: a name of `fx_fuser.graph.read.operations.OPS`, `causal` (-inf where the key's number is
     larger than the row's) or `dropout`.
@@ -62,8 +62,8 @@ class Step:
 class AttentionSite:
     """One attention.
 
-    node: whose value is O. nodes: all that it consists of, in order. views: what follows node and
-    only moves its dimensions. result: the last of these, or node, with O's axes.
+    node: the one whose value is O. nodes: all of the attention's nodes, in order. views: nodes
+    after `node` that only move its dimensions. result: the last of these, or node, with O's axes.
     sizes: of the axes. batch, rows, keys, inner, columns: axes; q is [*batch, *rows, *inner], k
     [*batch, *keys, *inner], v [*batch, *keys, *columns], each without the axes that it lacks.
     scores, values: the dtypes in which q and k are multiplied, and P and v. tail: the steps from
@@ -94,7 +94,7 @@ class AttentionSite:
 
     @property
     def is_by_hand(self) -> bool:
-        """Is it written as products and a softmax, and not as torch's own call?"""
+        """Is it written as products and a softmax, not as torch's call?"""
         return self.node.target not in ATTENTIONS
 
     @property
@@ -124,7 +124,7 @@ class Refused:
 
 
 class RefusedError(Exception):
-    """Why something is no attention that can be described, and at which node."""
+    """Why an attention cannot be described, and at which node."""
 
     def __init__(self, at: Node, reason: str) -> None:
         super().__init__(reason)

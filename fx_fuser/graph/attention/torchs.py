@@ -21,7 +21,7 @@ from fx_fuser.graph.read.view import View
 
 
 def torchs_attention(view: View, node: Node) -> AttentionSite:
-    """What the call computes, by its formula: fp32 between operands and a result of 16 bits.
+    """What the call computes, by its formula: fp32 between 16-bit operands and result.
 
     Raises:
         RefusedError: an argument changes from call to call, or a size is not known to fit.
@@ -69,14 +69,14 @@ def torchs_attention(view: View, node: Node) -> AttentionSite:
 def _tensor(node: Node, operand: Any) -> torch.Tensor:
     tensor = meta_tensor(operand) if isinstance(operand, Node) else None
     if tensor is None or tensor.ndim < 2:
-        raise RefusedError(node, "an operand is no tensor of two dimensions or more")
+        raise RefusedError(node, "an operand is not a tensor of two or more dimensions")
     return tensor
 
 
 def _batch_of(
     node: Node, axes: Axes, batch: Sequence[Dim], sizes: Sequence[Size], shared: bool
 ) -> list[Dim]:
-    """The axes of an operand's batch. shared: a head of it may be for several heads of queries."""
+    """The axes of an operand's batch. shared: several query heads may share one of its heads."""
     found: list[Dim] = []
     for i, (dim, size) in enumerate(zip(batch[len(batch) - len(sizes) :], sizes)):
         whole = axes.size(dim[0])
@@ -105,7 +105,7 @@ def _mask_of(
 
 
 def _masked(view: View, node: Node, mask: Operand, dtype: torch.dtype, wide: torch.dtype) -> Step:
-    """Autocast rounds a mask of numbers as it does q, k and v."""
+    """Autocast rounds a numeric mask as it does q, k and v."""
     tensor = mask.node.meta["example_value"]
     if tensor.dtype is torch.bool:
         return Step("where", (mask, SCORE, -math.inf), wide)

@@ -3,7 +3,7 @@
 Matching finds the nodes of a pattern, and may read them as sums and products of anything. What runs
 is read off those nodes here: every operation once, as the user wrote it, in the order and
 association of the graph. Only the two operands of one addition or multiplication may be exchanged.
-Names are given by first use. So the same computation has the same text wherever it stands.
+Names are given by first use. So the same computation has the same text wherever it occurs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def bind(view: View, site: Site, nodes: Iterable[Node]) -> Bound:
     """The matched nodes after the anchor, as written.
 
     Raises:
-        Unsupported: one of them is no epilogue operation.
+        Unsupported: one of them is not an epilogue operation.
     """
     binder = _Binder(view, site)
     for node in sorted(set(nodes) - set(site.nodes), key=view.order.__getitem__):
         written = view.written(node)
         if written is None:
-            raise Unsupported(f"{node} is no operation of an epilogue")
+            raise Unsupported(f"{node} is not an epilogue operation")
         binder.made[node] = binder.step(written)
     found = Epilogue(tuple(binder.steps))
     return Bound(found, tuple(binder.tensors), tuple(binder.numbers), binder.items)
@@ -64,7 +64,7 @@ class _Binder:
     def step(self, expr: Expr) -> str:
         op = OPS.get(expr.op)
         if op is None:
-            raise Unsupported(f"{expr.op} is no operation of an epilogue")
+            raise Unsupported(f"{expr.op} is not an epilogue operation")
         if any(scalar_behind(expr.args[place]) is not None for place in op.fixed):
             raise Unsupported(f"{expr.op} takes a number that changes from call to call")
         for place, name in op.with_dimensions:

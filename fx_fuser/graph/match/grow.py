@@ -1,6 +1,6 @@
-"""Site → the match of the pointwise tail behind it, where no named pattern fits.
+"""Site → the match of the pointwise tail after it, where no named pattern fits.
 
-The tail is the largest region of epilogue operations behind the anchor's value z that ends in one
+The tail is the largest region of epilogue operations after the anchor's value z that ends in one
 value, which post-dominates z: every reader of z, and of what is computed from z, leads to it. A
 reduction, an output or any other operation ends the growth; views were moved out of its way
 (`graph.prepare.sink`). If a check of `ops.checks` refuses a region, the next smaller one is tried.
@@ -35,7 +35,7 @@ AUTO = "auto_"  # and the anchor's kind: the names under which grown tails are c
 
 @functools.cache
 def auto_pattern(kind: str) -> Pattern:
-    """What stands for the pattern of a grown match."""
+    """The pattern of a grown match, which nobody wrote."""
     return Pattern(f"{AUTO}{kind}", kind, Z, (), None)
 
 
@@ -61,7 +61,7 @@ def grow(
 ) -> Grown | Refusal:
     """The match of the largest tail that passes `check`; a Refusal if z alone does not pass.
 
-    why_not: why no kernel takes a tail that passes, or empty. It is not asked about z alone.
+    why_not: returns why no kernel computes a tail that passes, or "". Not called for z alone.
     """
     smallest = alone(view, site)
     fault = check(smallest)
@@ -130,6 +130,6 @@ def _regions(view: View, site: Site) -> tuple[list[tuple[Node, frozenset[Node]]]
 
 
 def _is_result(view: View, node: Node) -> bool:
-    """Is it the graph's end, or a view that only this reads?"""
+    """Is it the graph's output, or a view that only the output reads?"""
     views = is_view(node) and all(_is_result(view, reader) for reader in view.readers[node])
     return node.op == "output" or views

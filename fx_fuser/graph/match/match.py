@@ -147,9 +147,9 @@ class Unifier:
     def _cuts(
         self, expr: Expr, limit: int
     ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
-        """The ways to flatten a nested sum or product to at most `limit` terms beside numbers.
+        """The ways to flatten a nested sum or product to at most `limit` terms besides numbers.
 
-        Flattening an inner node never removes terms, so a way with too many goes no further.
+        Flattening an inner node never removes terms, so a way with too many is given up.
         """
 
         def extend(
@@ -242,8 +242,8 @@ def reads_itself(match: Match) -> Fault | None:
     for operand in match.wildcards.values():
         if isinstance(operand, Node) and operand in match.nodes:
             reason = (
-                f"{called(operand)}{at(operand)}, is computed inside the pattern and is another of "
-                "its operands as well"
+                f"{called(operand)}{at(operand)}, is computed inside the pattern and is also one "
+                "of its operands"
             )
             return Fault(operand, reason)
     return None
@@ -271,7 +271,7 @@ def find(
         roots = descendants_of(view, site, fitting[0].size + MAX_NUMBERS)
         for root, pattern in itertools.product(roots, fitting):
             for match in fits(view, site, pattern, root, work):
-                # Other names for the same operands concern the pattern's own check alone.
+                # Other names for the same operands matter only to the pattern's own check.
                 if (pattern, match.nodes) in refused and pattern.check is None:
                     continue
                 refused.add((pattern, match.nodes))
@@ -286,7 +286,7 @@ def find(
                 if refusal is None:
                     refusal = Refusal.of(match, fault)
     except TooMuchWorkError:
-        reason = f"what follows it compares in more than {MAX_WORK} ways with the patterns"
+        reason = f"matching what follows takes more than {MAX_WORK} comparisons"
         if refusal is None and itself is None:
             return Refusal(fitting[0], site, site.node, reason)
     return itself if refusal is None else refusal

@@ -1,7 +1,7 @@
 """(site, patterns) → the nearest miss, if none of the patterns fits.
 
-There are two kinds. One operation is off: it is another one, or one too many in between. That is
-found by reading the graph as if that operation were right; then all checks must pass. Or the
+There are two kinds. Either one operation is off: a different one, or one too many in between. That
+is found by reading the graph as if that operation were right; then all checks must pass. Or the
 pattern begins after the anchor, and the rest of it does not follow.
 """
 
@@ -48,10 +48,10 @@ _CACHED = [n for n, v in vars(View).items() if isinstance(v, functools.cached_pr
 def near_miss(
     view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll
 ) -> Refusal | None:
-    """The pattern that lacks least at this site, if more of it is there than the anchor."""
+    """The pattern that is nearest to a match here, if more of it than the anchor is there."""
     fitting = [p for p in patterns if p.kind == site.kind]
     work, begun, off = Work(_WORK), list[Refusal](), list[Refusal]()
-    with contextlib.suppress(TooMuchWorkError):  # the misses until then
+    with contextlib.suppress(TooMuchWorkError):  # keep the misses found until then
         begun += _begun(view, site, fitting, work)
         for miss in _one_off(view, site, fitting, check, work):
             off.append(miss)
@@ -69,7 +69,7 @@ def _one_off(
     unchecked = [(pattern, replace(pattern, check=None)) for pattern in patterns]
     for node in reached[1:]:
         if is_view(node) or site_at(view, node) is not None:
-            continue  # no other operation in its place, and no advice to leave it out, would help
+            continue  # replacing it or leaving it out would not help
         sources = [v for v in _values_read(view, node) if v in reached]
         if len(sources) > 1:
             continue
@@ -99,7 +99,7 @@ def _one_off(
 def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
     said = view.canonical(node)
     fusible = said is not None and said.op in OPS and not OPS[said.op].returns_input
-    help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
+    help = f"register a pattern with {op_of(node)} (see docs/patterns.md)" if fusible else ""
     value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
     place = "" if value else at(node)
     fault = Fault(node, f"{value}{op_of(node)}{place}; {what}", help)
@@ -123,7 +123,7 @@ def _values_read(view: View, node: Node) -> list[Node]:
 
 
 def _could_go(view: View, node: Node, source: Node) -> bool:
-    """Is its value read, and as large as its input?"""
+    """Is its value read, and of the size of its input?"""
     before, after = meta_tensor(source), meta_tensor(node)
     if before is None or after is None:
         return False
@@ -176,10 +176,10 @@ def _supposed(
 def _as_if(view: View, said: Mapping[Node, Expr]) -> View:
     """The same graph, in which some nodes have another expression."""
     for name in _CACHED:
-        getattr(view, name)  # once for all that is supposed
+        getattr(view, name)  # computed once for all supposed views
     supposed = copy.copy(view)
-    vars(supposed).pop("batch_norms_at")  # which depends on what nodes say
-    # What is read anew is kept in the supposed one.
+    vars(supposed).pop("batch_norms_at")  # it depends on the nodes' expressions
+    # New readings go into the supposed view alone.
     supposed._written = collections.ChainMap(dict(said), view._written)
     supposed._canonical = collections.ChainMap(dict(said), view._canonical)
     return supposed

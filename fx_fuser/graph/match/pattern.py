@@ -1,4 +1,4 @@
-"""A pattern; a place where it fits; and why it is not fused where it nearly does.
+"""A pattern; a place where it fits; and why it is not fused where it nearly fits.
 
 `graph.match.trace` makes a pattern of a function, `graph.match.match` finds where it fits.
 """
@@ -27,11 +27,11 @@ Check = Callable[["Match"], "str | None"]
 class Pattern:
     """What is searched for.
 
-    name: under which sites are counted, selected and reported.
+    name: the name under which sites are counted, selected and reported.
     kind: the anchor's kind, a name of `fx_fuser.graph.read.sites`' table.
     epilogue: expression over `Z` and the wildcards, products and sums flattened; for matching.
     wildcards: names in the order of the source's signature.
-    source: the function it was traced from; None of what is grown (`fx_fuser.graph.match.grow`).
+    source: the function it was traced from; None if grown (`fx_fuser.graph.match.grow`).
     check: further conditions on a match; returns why it must not be fused, or None.
     """
 
@@ -107,7 +107,7 @@ class Match:
         self, places: Sequence[int], start: Node | None = None, most: int | None = None
     ) -> list[Node]:
         """The unmatched nodes among these places that run between the first matched node (or
-        `start`) and the last. At most `most` of them, and as many as are matched, are looked at."""
+        `start`) and the last. Looks at no more than `most` places plus the matched nodes."""
         order, nodes = self.view.order, self.view.nodes
         begin = bisect.bisect_right(places, order[start or self.first])
         end = bisect.bisect_left(places, order[self.root])
@@ -117,7 +117,7 @@ class Match:
 
 
 class Fault(NamedTuple):
-    """Why a match must not be fused. help: an edit of the model after which it may be, if any."""
+    """Why a match must not be fused. help: an edit of the model that would allow it, if any."""
 
     node: Node
     reason: str
@@ -128,9 +128,9 @@ class Fault(NamedTuple):
 class Refusal:
     """Why a pattern was not fused at a site. Falsy.
 
-    node: the one at fault. nodes: all that were found of the pattern, with the anchor. missing: how
-    many operations to add, change or drop until it fits; 0 if something else is in the way.
-    failed: fx_fuser itself failed, with that reason. wrong: what is fused computes wrongly.
+    node: the one at fault. nodes: those of the pattern that were found, with the anchor. missing:
+    how many operations to add, change or drop until it fits; 0 if something else is in the way.
+    failed: fx_fuser itself failed, with that reason. wrong: the fused op computes wrong values.
     """
 
     pattern: Pattern

@@ -31,14 +31,14 @@ class Call:
 
 
 def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> dict[Node, Node]:
-    """Put each call in the place of its match's last node; erase the matched nodes. Returns for
-    each of them the node that has its match's result.
+    """Put each call in place of its match's last node; erase the matched nodes. Returns for each of
+    them the node that has its match's result.
 
     Of the old nodes' meta only two things are kept: the `example_value` of the node that is
     replaced, and where in the user's source it comes from.
     """
-    # Another node that names a matched one means the root's tensor: by an older name, if an
-    # operation was in place; and a later in-place operation changed that same tensor.
+    # A node outside the match that names a matched one means the root's tensor: an in-place
+    # operation gave that tensor several names, and a later one changed that same tensor.
     result_of: dict[Node, Node] = {}
     for match, call in replacements:
         result = _insert(match, call)
@@ -66,8 +66,8 @@ def _insert(match: Match, call: Call) -> Node:
     with graph.inserting_before(root):
         scalars: dict[Node, Node] = {}
         for scalar, item in call.items.items():
-            # Multiply by the number itself: AOTAutograd makes a changing number that no tensor op
-            # takes a constant, and recompiles for each value.
+            # Multiply by the number itself: AOTAutograd treats a changing number that no tensor op
+            # reads as a constant, and recompiles for each value.
             one = add("call_method", "new_ones", (scalar, ()), scalar)
             scalars[scalar] = add("call_function", torch.mul, (one, item), scalar)
         fused = add(
@@ -86,7 +86,7 @@ def _insert(match: Match, call: Call) -> Node:
 def _erase(graph: Graph, matches: Sequence[Match]) -> None:
     """Erase the matched nodes, and the transposes of weights that only they used.
 
-    The last first, over all matches: one match may read what another one makes, in either order.
+    Last to first, over all matches: one match may read what another one makes, in either order.
     """
     matched = {node: match.view for match in matches for node in match.nodes}
     for node in sorted(matched, key=lambda n: matched[n].order[n], reverse=True):

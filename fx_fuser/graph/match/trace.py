@@ -5,7 +5,7 @@
         return torch.sigmoid(z) * a * b
 
 It is traced once. `graph.read.sites` finds the anchor in the trace. What follows is the epilogue,
-an expression over z and the wildcards: parameters that are no operand of the anchor. If nothing
+an expression over z and the wildcards: parameters that are not the anchor's operands. If nothing
 follows, the pattern is the anchor alone. A pattern says what to look for; what is computed is what
 the user wrote there (`fx_fuser.graph.match.bind`).
 """
@@ -55,14 +55,16 @@ def leaves(expr: Operand) -> set[str]:
 def trace(
     source: Callable[..., Any], check: Check | None = None, name: str | None = None
 ) -> Pattern:
-    """Trace `source` into a `Pattern`; raise PatternError where it is none.
+    """Trace `source` into a `Pattern`; raise PatternError if it is not one.
 
-    name: default, the function's own name, or its module's where that is just `source`.
+    name: by default the function's name, or its module's if that is just `source`.
     """
     _check_arguments(source, check, name)
     name = _default_name(source) if name is None else name
     if not name.isidentifier():
-        raise PatternError(f"pattern name {name!r} is no Python identifier: pass another `name=`")
+        raise PatternError(
+            f"pattern name {name!r} is not a Python identifier: pass another `name=`"
+        )
     for parameter in inspect.signature(source).parameters.values():
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise PatternError(
@@ -81,7 +83,7 @@ def trace(
     if len(view.nodes) > _MAX_NODES:
         raise PatternError(
             f"pattern {name}: it has {len(view.nodes)} operations and parameters, more than "
-            f"{_MAX_NODES}; a kernel takes {MAX_STEPS} operations"
+            f"{_MAX_NODES}; a kernel takes at most {MAX_STEPS} operations"
         )
     result = next(n for n in view.nodes if n.op == "output").args[0]
     if isinstance(result, (tuple, list, dict)):
@@ -102,12 +104,13 @@ def trace(
     epilogue = flatten(_epilogue(view, result, site, name, names))
     if "z" not in leaves(epilogue):
         raise PatternError(
-            f"pattern {name}: its result does not depend on the {site.kind}; return what is made "
-            "of it"
+            f"pattern {name}: its result does not depend on the {site.kind}; return a value "
+            "computed from it"
         )
     if size_of(epilogue) > MAX_STEPS:
         raise PatternError(
-            f"pattern {name}: it has {size_of(epilogue)} operations; a kernel takes {MAX_STEPS}"
+            f"pattern {name}: it has {size_of(epilogue)} operations; "
+            f"a kernel takes at most {MAX_STEPS}"
         )
     wildcards = tuple(names.values())
     for node, wildcard in names.items():
@@ -121,7 +124,7 @@ def trace(
 
 
 def _check_arguments(source: Any, check: Any, name: Any) -> None:
-    if not inspect.isfunction(source):  # what torch.fx traces, modules apart
+    if not inspect.isfunction(source):  # torch.fx traces functions, and modules
         raise PatternError(
             f"the source of a pattern is {shown(source)}; give a Python function of the anchor's "
             "operands and the other tensors, say `def swish(x, weight, bias)`"
@@ -186,7 +189,8 @@ def _epilogue(view: View, value: Any, site: Site, name: str, names: dict[Node, s
         known = ", ".join(sorted(OPS))
         what = getattr(value, "target", value) if expr is None else getattr(expr, "op", expr)
         raise PatternError(
-            f"pattern {name}: {getattr(what, '__name__', what)} is no epilogue op. Known: {known}"
+            f"pattern {name}: {getattr(what, '__name__', what)} is not an epilogue op. "
+            f"Known: {known}"
         )
     return Expr(
         expr.op, tuple(_epilogue(view, a, site, name, names) for a in expr.args), expr.attrs

@@ -42,9 +42,9 @@ def twin(gm: GraphModule) -> GraphModule:
 
 
 def copy_of(graph: Graph) -> Graph:
-    """A copy to edit. Keeps the placeholders' sources, attributes of Dynamo's that fx drops."""
+    """A copy to edit. Keeps the placeholders' sources, Dynamo's attributes that fx drops."""
     made = copy.deepcopy(graph)
-    made.owning_module = graph.owning_module  # which has the bodies of higher-order operators
+    made.owning_module = graph.owning_module  # it has the bodies of higher-order operators
     for old, new in zip(graph.nodes, made.nodes):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source

@@ -1,10 +1,10 @@
-"""Decompose calls that are an anchor and more, for matching: baddbmm is a bmm and a sum, and so is
-addmm, but for a Linear's bias.
+"""Decompose calls that are an anchor and more, for matching: baddbmm is a bmm and a sum, and addmm
+is a gemm and a sum, unless it is a Linear with its bias.
 
 A BatchNorm of core ATen is a tuple and its first item; the two become one call.
 
-Sites, matches and epilogues consist of nodes. The gemm inside `torch.baddbmm(r, a, b)` is no node;
-nor are an einsum's permuted operands. So in the copy of the graph that is searched, one call
+Sites, matches and epilogues consist of nodes. The gemm inside `torch.baddbmm(r, a, b)` is not a
+node; nor are an einsum's permuted operands. So in the copy of the graph that is searched, one call
 becomes several. What is not fused becomes one call again, as the user wrote it.
 """
 
@@ -33,7 +33,7 @@ _AS_WRITTEN = ("op", "target", "args", "kwargs")
 # In 16 bits baddbmm rounds once, and a gemm followed by a sum twice. Where the two cancel, the
 # result differs.
 _DTYPES = (torch.float32, torch.float64)
-# What makes a tensor that is given where an addend must be and is not read.
+# Calls that make a tensor for an addend that must be given and is not read.
 _MAKERS = frozenset("empty empty_like new_empty zeros zeros_like new_zeros".split())  # noqa: SIM905
 
 
@@ -81,8 +81,8 @@ def _rule_of(node: Node) -> tuple[Callable[..., Any], Callable[..., None]] | Non
 
 
 def inner_of(nodes: Iterable[Node]) -> set[Node]:
-    """The gemms, and their multiples, among these nodes that the user's own call never writes to
-    memory."""
+    """The gemms, and their multiples, among these nodes whose values the user's own call never
+    writes to memory."""
     calls: list[_Call] = [n.meta[_KEY] for n in nodes if _KEY in n.meta]
     return {step for call in calls for step in call.steps[:-1]}
 
@@ -145,7 +145,7 @@ def _addmm(
 
 
 def _may_be_bias(addend: Any) -> bool:
-    """A pattern's tensors have no shapes: there it is one."""
+    """A pattern's tensors have no shapes: there it may be one."""
     vector = meta_tensor(addend) if isinstance(addend, Node) else None
     return vector is None or vector.ndim == 1
 
@@ -166,8 +166,8 @@ def _scaled_sum(
 
 
 def _is_unread(addend: Node) -> bool:
-    """May the graph do without reading it?  It has no gradient, which would be zeros, and nothing
-    that is edited makes it: `recompose` does not find it again."""
+    """Can the graph do without reading it?  Yes if it has no gradient, which would be zeros, and
+    no edit can replace it, since `recompose` would not find the new node."""
     tensor = meta_tensor(addend)
     name = getattr(addend.target, "__name__", str(addend.target)).partition(".")[0]
     stays = addend.op in ("placeholder", "get_attr") or name in _MAKERS
@@ -183,8 +183,8 @@ def _into_sum(
     beta: float,
     alpha: float,
 ) -> None:
-    """→ gemm, its multiple, and the sum with a multiple of the addend: those that there are. torch
-    does not read an addend times 0, of which a NaN would stay one."""
+    """→ gemm, its multiple, and the sum with a multiple of the addend, as needed. With beta = 0
+    torch does not read the addend: 0 times a NaN would be NaN."""
     tensors = [meta_tensor(n) for n in (node, addend, x, weight)]
     dtypes = {None if t is None else t.dtype for t in tensors}
     if len(dtypes) > 1 or not dtypes <= {None, *_DTYPES}:

@@ -6,7 +6,7 @@
 
 `ColwiseParallel` and `RowwiseParallel` write the left side. On the right all are plain tensors of
 local sizes, which are matched, checked, timed and fused like any others. So no op of fx_fuser needs
-a rule in DTensor's dispatcher, and a tail that is behind the `to_local` is found. A value that
+a rule in DTensor's dispatcher, and a tail after the `to_local` is found. A value that
 other operations read as a DTensor is made one again. This edits the copy of the graph that is
 searched, and what is not fused is put back as the user wrote it.
 """
@@ -29,7 +29,7 @@ from fx_fuser.graph.read.view import View
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
-# ---- what stands in the graph ------------------------------------------------------------------
+# ---- functions in the graph --------------------------------------------------------------------
 # Functions made for one node each. Until torch 2.13 a placement cannot be an argument in a graph.
 
 
@@ -65,7 +65,7 @@ def _from_local(placements: Placements) -> Callable[[Tensor, Any], Any]:
 class _Share(torch.autograd.Function):
     """A rank's share of a replicated tensor that all ranks add to a sum, divided as DTensor does.
 
-    The sum's gradient is replicated, and so is then the tensor's: no share of it is taken.
+    The sum's gradient is replicated, and so is the tensor's, which is therefore not divided.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class _Share(torch.autograd.Function):
 
 
 def localize(graph: Graph) -> Localized:
-    """Move every operation that can be to the local shards."""
+    """Move every operation that allows it to the local shards."""
     if not any(is_dtensor(meta_tensor(node)) for node in graph.nodes):
         return Localized(graph, {}, {})
     finder = Finder(View(graph))
@@ -142,7 +142,7 @@ class Localized:
         return made
 
     def _made_whole(self, written: Node, local: Node) -> Node:
-        """The DTensor that a node was as the user wrote it, of its local shard."""
+        """The DTensor that a node was as the user wrote it, made from its local shard."""
         if written not in self._whole:
             base = self._base[written]
             like = self._found[base].like
@@ -159,7 +159,7 @@ class Localized:
     def restore(self, results: Mapping[Node, Node]) -> None:
         """Put back what was not fused. results: fused node → the node of its match's result."""
         now: dict[Node, Node] = {}  # node as written → the node that has its value
-        last: dict[Node, Node] = {}  # operation → what was put back of it last
+        last: dict[Node, Node] = {}  # operation → the last node put back for it
 
         def value_of(node: Node) -> Node:
             if node not in self._base:
@@ -195,7 +195,7 @@ class Localized:
                 self._graph.erase_node(made)
 
     def _show_local(self, base: Node, readers: Sequence[Node], now: Mapping[Node, Node]) -> None:
-        """Give the local shard of an operation that was put back to those that still read it."""
+        """An operation was put back: give its local shard to the nodes that still read that."""
         if not readers:
             return
         own = (n for n, b in self._base.items() if b is base and not self._is_whole(n))
@@ -222,7 +222,7 @@ def _looked_up(known: Mapping[Node, Node], node: Node) -> Node:
 
 
 def _fake(value: Any, is_new: bool = False) -> Tensor:
-    """The fake local shard of a fake DTensor. is_new: not in its memory."""
+    """The fake local shard of a fake DTensor. is_new: in memory of its own."""
     with torch.set_grad_enabled(value.requires_grad):
         local: Tensor = value.to_local()
         return local * 1 if is_new else local

@@ -1,4 +1,4 @@
-"""What reads of a tail's value only its dtype and device reads them of the anchor's operand.
+"""Calls that read only a tail's dtype and device read the anchor's operand instead.
 
     z = linear(x, w); mask = z.new_ones(5); y = sigmoid(z) * mask
 

@@ -15,8 +15,8 @@ from fx_fuser.graph.read.aten import drop_proven_checks
 
 class Prepared:
     """Edits the graph: checks that hold are dropped, operations on DTensors moved to their local
-    shards, calls that are an anchor and more decomposed, and what stands between an anchor and its
-    tail moved out of the way."""
+    shards, calls that are an anchor and more decomposed, and views between an anchor and its tail
+    moved out of the way."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

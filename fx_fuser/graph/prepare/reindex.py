@@ -53,7 +53,7 @@ Step = Permutation | Regrouping
 @dataclass(frozen=True)
 class Call:
     """A method of Tensor with its arguments, and the sizes and strides of its result. Strides are
-    None if that is no view of the tensor that was begun with."""
+    None if the result is not a view of the original tensor."""
 
     method: str
     args: tuple[Any, ...]
@@ -61,7 +61,7 @@ class Call:
     strides: tuple[Size, ...] | None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake result, where `tensor` is the fake tensor that was begun with."""
+        """The fake result. tensor: the original fake tensor."""
         if self.strides is None:
             return tensor.new_empty(self.sizes)
         return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset())
@@ -88,8 +88,8 @@ def _name(node: Node) -> str:
 
 
 def step_of(node: Node, source: Node) -> Step | None:
-    """What the view `node` does to the dimensions of `source`; None if it is no such view. A
-    reshape that copies is one, too: its layout shows in the result's."""
+    """What the view `node` does to the dimensions of `source`; None if it is not a known view. A
+    reshape that copies counts as one: its layout shows in the result's."""
     x, y = meta_tensor(source), meta_tensor(node)
     if x is None or y is None or not is_view(node) or inputs_of(node)[:1] != (source,):
         return None
@@ -121,7 +121,7 @@ def _order(node: Node, source: Node, rank: int) -> tuple[int, ...] | None:
 
 
 def _number(node: Node) -> Any:
-    raise TypeError(f"{node} is no constant dimension")
+    raise TypeError(f"{node} is not a constant dimension")
 
 
 def _groups(before: tuple[Size, ...], after: tuple[Size, ...]) -> tuple[Group, ...] | None:
@@ -181,7 +181,7 @@ class _NoInverseError(Exception):
 
 def inverse(steps: Sequence[Step], tensor: torch.Tensor) -> tuple[Call, ...] | None:
     """The calls by which a tensor that broadcasts to the view's result is seen before the view;
-    None if that takes a copy of more than one group of dimensions, or a size that no constant says.
+    None if that needs a copy of more than one group of dimensions, or an unknown size.
 
     A vector over some of the dimensions that a view split, say over the elements of each head, is
     repeated over the others.
@@ -203,7 +203,7 @@ def inverse(steps: Sequence[Step], tensor: torch.Tensor) -> tuple[Call, ...] | N
 
 
 class _Undone:
-    """A tensor's sizes and strides as calls change them. strides: None behind a copy."""
+    """A tensor's sizes and strides as calls change them. strides: None after a copy."""
 
     def __init__(self, sizes: list[Size], strides: list[Size]) -> None:
         self.sizes = sizes
@@ -235,7 +235,7 @@ class _Undone:
 
     def regroup(self, groups: Sequence[Group]) -> None:
         """From each group's sizes after the view to those before it. The last group first, so that
-        the places of the others stay."""
+        the others keep their places."""
         start = len(self.sizes)
         for before, after in reversed(groups):
             start -= len(after)

@@ -1,9 +1,9 @@
 """Which operations on DTensors can run on the local shards: the rules.
 
-Each rule says, along one dimension of the mesh, how operands and result are placed, and how the
-operands' gradients are: where the result is sharded and an operand is not, each rank has a part of
-the operand's gradient (`Partial`). A result that DTensor itself would place otherwise has no rule,
-nor has an operand that it would redistribute first.
+Each rule says, along one dimension of the mesh, how operands, result and the operands' gradients
+are placed: where the result is sharded and an operand is not, each rank has a part of the
+operand's gradient (`Partial`). There is no rule where DTensor itself would place the result
+otherwise, or would redistribute an operand first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fx_fuser.graph.read.sites import site_at
 from fx_fuser.graph.read.source import op_of
 from fx_fuser.graph.read.view import View
 
-Placements = tuple[Any, ...]  # one a dimension of the mesh
+Placements = tuple[Any, ...]  # one per dimension of the mesh
 Operands = Mapping[str, tuple["Node | None", Any]]  # name → node and DTensor, or two None
 _KEY = "fx_fuser_placement"
 
@@ -37,8 +37,8 @@ _LINEAR = {
     ("K", "K", "R"): ("P", "K", "K", "R"),  # row-wise; each rank adds its share of the bias
     ("M", "R", "R"): ("M", "M", "P", "P"),  # a batch or a sequence
 }
-# There is none for a replicated z. Its gradient may come as summands, of which `from_local` would
-# make the sum, while DTensor goes on with summands.
+# There is no rule for a replicated z. Its gradient may arrive as summands (`Partial`), which
+# `from_local` would add up, while DTensor keeps them as they are.
 
 
 class NoRuleError(Exception):
@@ -46,7 +46,7 @@ class NoRuleError(Exception):
 
 
 def reason_of(node: Node) -> str:
-    """Why an anchor of DTensors stays one; empty of any other."""
+    """Why an anchor of DTensors cannot run on local shards; empty for any other node."""
     found: str = node.meta.get(_KEY, "")
     return found
 
@@ -56,7 +56,7 @@ class Local:
     """An operation that can run on local shards.
 
     value: its DTensor. like: a node with a DTensor on the same mesh. gradients: operand → the
-    placements of its gradient. shares: operand → among how many ranks it is divided.
+    placements of its gradient. shares: operand → the number of ranks it is divided among.
     """
 
     value: Any
@@ -72,7 +72,7 @@ def _types() -> tuple[Any, Any, Any]:
 
 
 def _kind(placement: Any, dims: Mapping[int, str]) -> str:
-    """R, or the name of the sharded dimension; any other placement has none."""
+    """R, or the name of the sharded dimension; empty for any other placement."""
     replicate, shard, _ = _types()
     if type(placement) is replicate:
         return "R"
@@ -88,7 +88,7 @@ def _linear(node: Node, operands: Operands) -> Local:
     dims = ({**rows, left.ndim - 1: "K"}, {0: "N", 1: "K"}, {0: "N"})
     gradients: dict[Node, list[Any]] = {n: [] for n in (x, weight, bias) if n is not None}
     if len(gradients) < 2 + (bias is not None):
-        raise NoRuleError("one tensor is two of its operands")
+        raise NoRuleError("two of its operands are one tensor")
     parts = 1
     for i, of_x in enumerate(left.placements):
         of_bias = of_x if vector is None else vector.placements[i]
@@ -144,7 +144,7 @@ def _is(known: Any) -> bool:
 
 
 def _is_even(value: Any) -> bool:
-    """Has each rank a shard of the same size?  If not, sizes here are not those of other ranks."""
+    """Do all ranks have shards of one size?  If not, sizes here are not those of other ranks."""
     _, shard, _ = _types()
     sizes = [*value._local_tensor.shape]
     for i, placement in enumerate(value.placements):
@@ -208,9 +208,9 @@ class Finder:
         return placements
 
     def _drop_if_read(self, node: Node) -> None:
-        """Let an operation be whose summands are read otherwise than to add them up.
+        """Drop an operation whose summands are read other than to add them up.
 
-        Gradients that are summands would be added up for `from_local`; DTensor leaves them.
+        `from_local` would add up gradients that are summands; DTensor keeps them as they are.
         """
         same = [n for n, base in self.base.items() if base is node]
         readers = (r for n in same for r in n.users if is_dtensor(meta_tensor(n)))
@@ -256,20 +256,20 @@ class Finder:
         return _pointwise(node, {o: meta_tensor(o) for o in operands})
 
     def _check(self, node: Node) -> None:
-        """All are DTensors on one mesh, of even shards, and nothing writes to them."""
+        """All are DTensors on one mesh, with even shards, and nothing writes to them."""
         operands = inputs_of(node)
         value: Any = meta_tensor(node)
         for operand in (*operands, node):
             own: Any = meta_tensor(operand)
             if not is_dtensor(own):
-                raise NoRuleError(f"{called(operand)} is no DTensor, unlike {called(node)}")
+                raise NoRuleError(f"{called(operand)} is not a DTensor, unlike {called(node)}")
             if own.device_mesh != value.device_mesh:
                 raise NoRuleError(f"{called(operand)} is on another mesh")
             if not _is_even(own):
                 shape = f"{tuple(own.shape)}, placed as {own.placements}"
                 raise NoRuleError(f"{called(operand)} of shape {shape}, is not divided evenly")
         if not _is_remade(value):
-            raise NoRuleError(f"the shards of {called(node)} are not laid out as the whole")
+            raise NoRuleError(f"the shards of {called(node)} are not laid out like the whole")
         if called_in_place(node) or storages((*operands, node)) & {None, *self.view.written_at}:
             raise NoRuleError(f"something writes to the memory of {called(node)} or of an operand")
 

@@ -1,4 +1,4 @@
-"""Move views of an anchor's value below the pointwise operations behind them.
+"""Move views of an anchor's value below the pointwise operations that follow them.
 
     h = linear(x, w).view(B, T, H, D).transpose(1, 2)        z = linear(x, w)
     y = sigmoid(h) * t                                  →    y = (sigmoid(z) * t')
@@ -70,8 +70,8 @@ class _Move:
     """One operation that moves above the views of its operands.
 
     written: how it was before. bases: operand → the value that it reads instead. inverses: operand
-    → the calls that undo the views. result: those of the operation's own result. views: those of
-    its operand, each with what it is a view of, and the fake tensor when it is one of the result.
+    → the calls that undo the views. result: those for the operation's own result. views: those of
+    its operand, each with what it is a view of, and the fake tensor of this view of the result.
     made: new nodes for the inverses. after: the views of the result.
     """
 
@@ -137,7 +137,7 @@ class Sunk:
         """The node that now has the value which `node` had as the user wrote it."""
         move = self._moves.get(node)
         if move is not None and node in results:
-            if not move.after or move.after[-1]._erased:  # with the product that read it
+            if not move.after or move.after[-1]._erased:  # together with the product that read it
                 move.after.clear()
                 move.show(results[node])
             return move.after[-1]
@@ -262,7 +262,7 @@ class _Finder:
             self.viewed[node] = _Viewed(node)
 
     def _moved(self, node: Node, operands: Sequence[Node], viewed: _Viewed) -> _Move | None:
-        """The node before these views, which one of its operands is behind."""
+        """The node moved above these views of one of its operands; None if it cannot be."""
         shown, value = meta_tensor(viewed.views[-1][0]), meta_tensor(node)
         if shown is None or value is None or not same_sizes(shown.shape, value.shape):
             return None
@@ -290,7 +290,7 @@ class _Finder:
         return _Move(_Written.of(node), bases, inverses, result, views)
 
     def _can_move(self, node: Node, *operands: Node) -> bool:
-        """Is nothing written to their memory, and are all in one region?"""
+        """Does nothing write to their memory, and are all in one region?"""
         memory = storages((node, *operands))
         view = self.view
         return (

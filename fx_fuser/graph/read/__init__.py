@@ -1,1 +1,1 @@
-"""What a graph says: canonical forms, values, regions, memory, and where anchors stand."""
+"""What a graph says: canonical forms, values, regions, memory, and where the anchors are."""

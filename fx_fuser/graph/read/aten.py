@@ -2,7 +2,7 @@
 
 Where Dynamo records `torch.mul` or `x.mul_(y)`, an exported graph has `aten.mul.Tensor` or
 `aten.mul_.Tensor`. torch makes `torch.mul` from the schemas of those overloads. So an overload
-means what its function means, and its arguments have the same names, but for `self`, which the
+means what its function means, and its arguments have the same names, except `self`, which the
 function calls `input`. There is no second table of meanings: `lookup` finds the entry of the
 function in a table of ours, and `by_name` calls a rule of the function with the overload's
 arguments.
@@ -29,10 +29,10 @@ aten = torch.ops.aten
 def lookup(overload: OpOverload, table: Mapping[Any, Any]) -> Any:
     """The table's entry of the function that this overload belongs to, or None.
 
-    The functions of `F` come late: F.elu and F.batch_norm differ from ATen's.
+    The functions of `F` come last: F.elu and F.batch_norm differ from ATen's.
     """
     if overload.namespace != "aten" or torch.Tag.inplace_view in overload.tags:
-        return None  # x.t_() changes what x is, and no later node says so
+        return None  # x.t_() changes the shape of x, and no later node shows it
     return next((table[key] for key in _functions(overload) if key in table), None)
 
 
@@ -43,14 +43,14 @@ def _functions(overload: OpOverload) -> Iterator[Any]:
     for module in (torch, torch._C._nn, torch._C._special, F):  # type: ignore[attr-defined]
         yield getattr(module, name, None)
         yield getattr(module, name.removesuffix("_"), None)
-    yield name.removesuffix("_")  # of a method, and of its in-place twin
+    yield name.removesuffix("_")  # a method, and its in-place twin
 
 
 def by_name(rule: Callable[..., Any], overload: OpOverload) -> Callable[..., Any]:
     """The rule, to be called with the overload's arguments.
 
     It raises TypeError at an argument that it does not have, such as `out` and `generator`. What
-    the rule takes by position, such as the operands of an einsum, stands in the schema's order.
+    the rule takes by position, such as the operands of an einsum, is passed in the schema's order.
     """
     names = [a.name for a in overload._schema.arguments]
     kinds = {p.kind for p in inspect.signature(rule).parameters.values()}
@@ -78,7 +78,7 @@ def _convolution(
     output_padding: Any,
     groups: Any,
 ) -> Expr:
-    """Of two dimensions, and not transposed: `run_decompositions` makes it of a conv2d."""
+    """In two dimensions, not transposed: `run_decompositions` turns a conv2d into it."""
     tensor = meta_tensor(input) if isinstance(input, Node) else None
     if tensor is None or tensor.ndim != 4 or transposed is not False:
         raise Unsupported
@@ -87,7 +87,7 @@ def _convolution(
 
 
 def _clone(input: Any, *, memory_format: Any = None) -> Expr:
-    """`run_decompositions` makes it of a dropout in eval mode."""
+    """`run_decompositions` turns a dropout in eval mode into it."""
     if memory_format not in (None, torch.preserve_format):
         raise Unsupported
     return Expr("identity", (input,))

@@ -109,7 +109,7 @@ def _type_as(input: Any, other: Any) -> Expr:
 
 
 def _contiguous(input: Any, memory_format: Any = torch.contiguous_format) -> Expr:
-    """Only of a tensor that is contiguous at any size: then it returns its input."""
+    """Only for a tensor that is contiguous at any size: then it returns its input."""
     tensor = meta_tensor(input) if memory_format == torch.contiguous_format else None
     if tensor is None or tensor.layout != torch.strided or tensor.is_nested:
         raise Unsupported
@@ -231,12 +231,12 @@ def _extreme(op: str) -> Callable[..., Expr]:
 
 
 def _scaled_by(op: str, x: Any, y: Any, factor: Any) -> Expr:
-    """x ± factor · y, where the factor is not one."""
+    """x ± factor · y, without the factor where it is one."""
     return Expr(op, (x, y, *_scale(factor)))
 
 
 def _scale(factor: Any) -> tuple[float, ...]:
-    if not is_number(factor):  # torch takes no tensor there
+    if not is_number(factor):  # torch does not accept a tensor there
         raise Unsupported
     return () if factor == 1 else (factor,)
 
@@ -347,7 +347,7 @@ def _rule_of_overload(overload: torch._ops.OpOverload) -> Callable[..., Expr] | 
 
 
 def meaning(written: Expr) -> Expr:
-    """The op as sums and products of others, where it is such; else the op itself."""
+    """The op as sums and products of others, if it has such a meaning; else the op itself."""
     op = OPS.get(written.op)
     return written if op is None or op.meaning is None else op.meaning(*written.args)
 
@@ -356,7 +356,7 @@ def rule_of(node: Node) -> Callable[..., Expr] | None:
     """The function from the node's arguments to its expression; None without a canonical name."""
     if node.op == "call_method":
         name = str(node.target)
-        if name.endswith("__"):  # `z.__abs__()`: of `abs(z)`, too, up to torch 2.11
+        if name.endswith("__"):  # `z.__abs__()`; up to torch 2.11 `abs(z)`, too
             return _RULE_OF.get(getattr(operator, name, name))
         return _RULE_OF.get(name[:-1] if in_place_name(name) else name)
     if isinstance(node.target, torch._ops.OpOverload):

@@ -1,4 +1,4 @@
-"""Which gemm is an einsum?  An equation of two operands → `matmul`, `linear`, `bmm`, `bmm_nt`.
+"""Which gemm is this einsum?  An equation of two operands → `matmul`, `linear`, `bmm`, `bmm_nt`.
 
 classify("...k,nk->...n")            linear: the second operand is a weight [N, K]
 classify("bik,kn->bin")              matmul: it is [K, N]
@@ -17,7 +17,8 @@ _EQUATION = re.compile(rf"{_OPERAND},{_OPERAND}(?:->{_OPERAND})?")
 
 @dataclass(frozen=True)
 class Gemm:
-    """The gemm that an equation is. Sizes of 1 are not checked: einsum broadcasts them, gemm not.
+    """The gemm that an equation is. Sizes of 1 are not checked: einsum broadcasts them, a gemm
+    does not.
 
     op: `matmul` (left [*M, K], right [K, N]), `linear` (right [N, K]), `bmm` (left [*B, M, K],
     right [*B, K, N]) or `bmm_nt` (right [*B, N, K]).
@@ -69,8 +70,8 @@ def classify(
 def labels(
     equation: str, left_rank: int | None = None, right_rank: int | None = None
 ) -> tuple[list[str], list[str], list[str]] | None:
-    """The labels of the dimensions of both operands and of the result; None of what takes a
-    diagonal, or has not two operands. Those of an ellipsis are `.1`, `.2`, from its end.
+    """The labels of the dimensions of both operands and of the result; None if it takes a diagonal
+    or does not have two operands. Those of an ellipsis are `.1`, `.2`, from its end.
     """
     found = _EQUATION.fullmatch(equation.replace(" ", ""))
     if found is None:
@@ -82,7 +83,7 @@ def labels(
 
 
 def _labels(text: str, rank: int | None) -> list[str] | None:
-    """One label a dimension. Those of an ellipsis are counted from its end, as it broadcasts.
+    """One label per dimension. Those of an ellipsis are counted from its end, as it broadcasts.
 
     Without a rank, one label stands for the whole ellipsis.
     """
@@ -96,7 +97,7 @@ def _labels(text: str, rank: int | None) -> list[str] | None:
 
 
 def _implicit(a: list[str], b: list[str]) -> list[str]:
-    """The labels of a result that has none: the ellipsis, then what occurs once, alphabetically."""
+    """The labels of an unwritten result: the ellipsis, then what occurs once, alphabetically."""
     counts = Counter(a + b)
     return _spread(a, b) + sorted(c for c, n in counts.items() if n == 1 and c.isalpha())
 

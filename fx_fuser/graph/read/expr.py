@@ -35,12 +35,12 @@ class Expr:
 
 
 class Unsupported(Exception):
-    """The call has no canonical form; the node stays opaque."""
+    """The call has no canonical form; its node stays opaque."""
 
 
 def is_number(value: object) -> bool:
-    """A constant of the graph that is a float; SymInt and SymFloat change from call to call, and
-    integers beyond 2^53 are no floats."""
+    """Is it a constant that is a float?  SymInt and SymFloat change from call to call, and integers
+    beyond 2^53 are not exact floats."""
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return False
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)

@@ -64,12 +64,12 @@ def _aten_elu(input: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) 
 
 
 def _selu(input: Any, inplace: Any = False) -> Expr:
-    """As ATen calls elu."""
+    """ATen computes it by elu with these constants."""
     return _aten_elu(input, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 
 def _celu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
-    """As ATen calls elu."""
+    """ATen computes it by elu with these constants."""
     if not is_number(alpha) or not alpha:
         raise Unsupported
     return _aten_elu(input, alpha, 1.0, 1.0 / alpha)
@@ -129,7 +129,7 @@ def _callers(op: PointwiseOp) -> list[Any]:
 
 
 def rules_by_name() -> list[Rule]:
-    """Of the operations of one argument and no attributes."""
+    """Rules of the operations that have one argument and no attributes."""
     ops = (op for op in OPS.values() if op.takes == (1,) and not op.attrs)
     return [(unary(op.name), _callers(op)) for op in ops]
 

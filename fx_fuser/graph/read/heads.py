@@ -1,5 +1,5 @@
-"""Which losses stand behind a Linear, and what stands in between: what moves its logits' rows, and
-what scales or caps each.
+"""Which losses follow a Linear, and what is in between: operations that move rows of its logits,
+and operations that scale or cap each logit.
 
     F.cross_entropy(F.linear(x, weight, bias)[…, :-1, :].float().view(-1, V), labels)
     F.cross_entropy((F.linear(x, weight) / 30).tanh().view(-1, V) * 30, labels)
@@ -28,14 +28,14 @@ from fx_fuser.graph.read.view import View
 _CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"}
 _RESHAPES = {"view", "reshape"}
 _LOSSES = (F.cross_entropy, F.nll_loss)
-# What moves rows of logits, as it moves those of x: of `MOVES`, and its arguments; of a reshape,
-# all sizes but the last. None: a cast, which moves nothing.
+# An operation that moves rows of logits, and can move those of x alike: a name of `MOVES` and its
+# arguments (for a reshape, all sizes but the last). None: a cast, which moves nothing.
 Step = tuple[str, tuple[Any, ...]] | None
 
 
 class Tail(NamedTuple):
-    """What stands between a Linear and its loss: values are `before` times the logits, with a soft
-    cap `after` times the tanh of that. after: 0 without a cap. smoothing: of labels."""
+    """What is between a Linear and its loss: values are `before` times the logits, with a soft cap
+    `after` times the tanh of that. after: 0 without a cap. smoothing: label smoothing."""
 
     before: float = 1.0
     after: float = 0.0
@@ -52,8 +52,8 @@ PLAIN = Tail()
 @dataclass(frozen=True)
 class Head:
     """head: the Linear. steps: from its logits to the loss, in the order of the graph. nodes: from
-    the loss back to the Linear. logits: behind so many steps each, before any softmax. tails: what
-    each of these is made of the Linear's by."""
+    the loss back to the Linear. logits: those of the Linear and those after each step, before any
+    softmax. tails: how each of these is made from the Linear's."""
 
     head: Site
     steps: tuple[Step, ...]
@@ -63,7 +63,7 @@ class Head:
 
     @property
     def kind(self) -> torch.dtype:
-        """Of the logits, as the Linear makes them."""
+        """The dtype of the logits that the Linear makes."""
         return value_of(self.head.node).dtype
 
 
@@ -86,7 +86,7 @@ def is_loss(node: Node) -> bool:
 
 
 def is_log_sum_exp(node: Node) -> bool:
-    """Of each row."""
+    """Is it the log-sum-exp of each row?"""
     if called_name(node) != "logsumexp" or not is_torchs(node):
         return False
     dim, value = argument_of(node, 1, "dim"), argument_of(node, 0, "input")
@@ -96,20 +96,20 @@ def is_log_sum_exp(node: Node) -> bool:
 
 
 def is_pick(node: Node) -> bool:
-    """May it be the values of logits at labels?  Of log_softmax it is a loss."""
+    """May it be a gather of logits at labels?  A gather of log_softmax is a loss."""
     return called_name(node) == "gather" and is_torchs(node) and not is_loss(node)
 
 
 def read_head(view: View, node: Node) -> Head | None:
-    """The Linear whose rows a loss, a log-sum-exp or a gather reads, through what moves rows, and
-    what scales or caps; None if there is none."""
+    """The Linear whose rows a loss, a log-sum-exp or a gather reads, through operations that move
+    rows, scale or cap; None if there is none."""
     steps: list[Step] = []
-    moved: list[tuple[Node, Factor]] = []  # by these
+    moved: list[tuple[Node, Factor]] = []
     first = argument_of(node, 0, "input")
     if not isinstance(first, Node):
         return None
     at, nodes = view.value(node, first), [node]
-    # Of log_softmax, which the others of the losses ask for.
+    # The other losses need a log_softmax before them.
     is_normalised = node.target is F.cross_entropy or not is_loss(node)
     while True:
         if type(value_of(at)) is not FakeTensor:
@@ -143,7 +143,7 @@ Factor = float | None  # what a step multiplies by; None: it is a tanh
 
 
 def _scaled(view: View, node: Node) -> tuple[Node | None, Factor]:
-    """Whose multiple or tanh the node is."""
+    """The node that this one is a multiple or the tanh of, and the factor."""
     expr = view.canonical(node)
     if expr is None or expr.op not in ("mul", "tanh"):
         return None, 1.0
@@ -155,7 +155,7 @@ def _scaled(view: View, node: Node) -> tuple[Node | None, Factor]:
 
 
 def _tails(factors: Sequence[Factor]) -> tuple[Tail, ...] | None:
-    """What values are behind each of the steps, the Linear's first; None if a `Tail` is no such."""
+    """The tail of the values after each step, the Linear's first; None if `Tail` cannot say it."""
     tail = Tail()
     found = [tail]
     for factor in factors:
@@ -174,14 +174,14 @@ def _tails(factors: Sequence[Factor]) -> tuple[Tail, ...] | None:
 
 
 def _is_log_softmax(node: Node) -> bool:
-    """Of each row."""
+    """Is it the log_softmax of each row?"""
     dim = argument_of(node, 1, "dim")
     is_row = type(dim) is int and dim % value_of(node).ndim == value_of(node).ndim - 1
     return called_name(node) == "log_softmax" and is_torchs(node) and is_row
 
 
 def _moves_rows(node: Node, before: Node, steps: list[Step]) -> bool:
-    """Are the node's rows those of the node before, perhaps not all?  Then adds the step."""
+    """Are the node's rows those of the node before, perhaps not all?  Adds the step."""
     name, was, now = called_name(node), value_of(before), value_of(node)
     if not (is_torchs(node) and was.ndim and now.ndim and now.device == was.device):
         return False
@@ -214,7 +214,7 @@ MOVES: dict[str, Callable[..., Any]] = {
 
 
 def _sizes(node: Node) -> tuple[Any, ...]:
-    """Those that a view or a reshape asks for; one that is no size where it is called otherwise."""
+    """The arguments of a view or a reshape: sizes, unless it is called with something else."""
     given = node.args[1:] or tuple(node.kwargs.values())
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = tuple(given[0])

@@ -17,7 +17,7 @@ from fx_fuser.graph.read.source import op_of, source_of
 from fx_fuser.graph.read.view import View
 
 SHARD_OF = "fx_fuser_shard_of"  # in the meta of a DTensor's local shard: the node of the DTensor
-_LONGEST = 48  # of what is quoted
+_LONGEST = 48  # characters that are quoted
 _ITEM = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]")
 
 
@@ -53,7 +53,7 @@ def _source_name(node: Node) -> str | None:
         return str(node.target)
     name: str = source.name
     if not re.match(r"[LG]\['\w+'\]", name) or "___" in name:
-        return None  # a name of Dynamo's, say of a stack entry at a graph break
+        return None  # Dynamo's own name, say of a stack entry at a graph break
 
     def item(found: re.Match[str]) -> str:
         member, key = found.groups()
@@ -108,14 +108,14 @@ def returned(view: View) -> str:
 
 
 def without_break(view: View) -> str:
-    """The edit that takes the graph break away, if it is one that we know."""
+    """The edit that removes the graph break, if we know one."""
     if view.end is not None and view.end.breaks and view.end.code.startswith("print("):
         return "put the print under `if not torch.compiler.is_compiling():`"
     return ""
 
 
 def shape_of(value: Any) -> str:
-    """Sizes as in `[3, 6]`, or `[?]` for what is no tensor known when compiling."""
+    """Sizes as in `[3, 6]`, or `[?]` if it is not a tensor known at compile time."""
     known = isinstance(value, torch.Tensor)
     return "[" + ", ".join(map(str, value.shape)) + "]" if known else "[?]"
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-# `iadd` of `add`, `iand` of `and_`; no `invert` or `index`.
+# `iadd` of `add`, `iand` of `and_`; not `invert` or `index`.
 _IN_PLACE_OPERATORS = {
     f
     for n, f in vars(operator).items()
@@ -67,7 +67,7 @@ def as_written(node: Node) -> dict[str, Any]:
 
 
 def is_dtensor(value: object) -> bool:
-    """Only if the user's code has imported DTensor: the import takes time."""
+    """Is it a DTensor?  Does not import the class, which takes time: without it there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -167,7 +167,7 @@ def called_in_place(node: Node) -> bool:
 
 
 def _returns_what_it_writes(overload: torch._ops.OpOverload) -> bool:
-    """Does the schema say so of the first argument?  Of an `out=`, which is no first one, not."""
+    """Does the schema say so of the first argument?  An `out=` is not the first."""
     given, returned = overload._schema.arguments[:1], overload._schema.returns
     if len(returned) != 1 or not given or not given[0].is_write or returned[0].alias_info is None:
         return False
@@ -186,8 +186,8 @@ def _is_torch_function(target: Any) -> bool:
 
 
 def is_torchs(node: Node) -> bool:
-    """Is it a method, an operator, or a function of torch's?  A user's function or custom operator
-    may have the name of one, such as `clone`, and do something else."""
+    """Is it a method, an operator, or a torch function?  A user's function or custom operator may
+    have the name of one, such as `clone`, and do something else."""
     target = node.target
     if node.op != "call_function":
         return node.op == "call_method"
@@ -199,7 +199,7 @@ def is_torchs(node: Node) -> bool:
     return _is_torch_function(target)
 
 
-# Higher-order operators whose body is ordinary model code, run as often as the call.
+# Higher-order operators whose body is ordinary model code, run once per call.
 TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
 
 
@@ -234,7 +234,7 @@ def writes_of(node: Node) -> tuple[Node, ...]:
 
 
 def _written_by_function(node: Node) -> Sequence[Any] | None:
-    """None if that is unknown."""
+    """The arguments that a function may write to; None if that is unknown."""
     target = node.target
     if getattr(target, "writes_nothing", False) is True:  # of `graph.prepare.localize`
         return ()
@@ -250,7 +250,7 @@ def _written_by_function(node: Node) -> Sequence[Any] | None:
         body = body_of(node)
         unwritten = body is not None and not any(map(writes_of, body.graph.nodes))
         return () if unwritten else None
-    # What Dynamo makes of numpy's functions and operators, of which some write: `a += 1`.
+    # Dynamo's wrappers of numpy functions and operators, some of which write: `a += 1`.
     is_numpy = type(target).__module__ == "torch._dynamo.utils"
     if is_numpy or not _is_torch_function(target):
         return None
@@ -260,7 +260,7 @@ def _written_by_function(node: Node) -> Sequence[Any] | None:
 def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> list[Any]:
     names = [a.name for a in target._schema.arguments if a.is_write]
     positions = {a.name: i for i, a in enumerate(target._schema.arguments)}
-    if "running_mean" in positions and not names:  # which no schema of these tells
+    if "running_mean" in positions and not names:  # their schemas do not say that they write
         place = positions.get("training", len(positions))
         reads = target._overloadpacket.__name__ in _READ_STATISTICS
         reads |= argument_of(node, place, "training") is False
@@ -269,7 +269,7 @@ def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> list[Any]:
 
 
 def _written_by_torch(node: Node) -> list[Any]:
-    """By a function of torch's, or of torch.nn.functional."""
+    """What a function of torch or torch.nn.functional writes."""
     target = node.target
     written = [node.kwargs.get("out")]
     if called_in_place(node):

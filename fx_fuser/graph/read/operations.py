@@ -1,4 +1,4 @@
-"""The operations that an epilogue may have: `OPS`, with all that is known of each.
+"""The operations that an epilogue may have: `OPS`, with all that is known about each.
 
 To add one, add an entry. What it means in torch (the CPU kernel, the reference of the tests and, by
 `torch.autograd.grad`, the pointwise backward), its CUDA text (of functions of
@@ -35,22 +35,21 @@ Slope = Callable[[Emit, str, int, Args, Attrs], str | None]
 class PointwiseOp:
     """One operation: `torch(*args, **attrs)` on values, `cuda(*texts, **attrs)` in a kernel's text.
 
-    takes: how many arguments there may be. attrs: names of its attributes. aliases: how it is
-    called beside its own name, if it has one argument and no attributes.
+    takes: how many arguments there may be. attrs: names of its attributes. aliases: how else it is
+    called, if it has one argument and no attributes.
 
     Derivative. reads: (place of an argument, count) → places of the arguments that it reads. slope:
-    None if it is linear in none. saves_arguments: autograd saves the arguments that it reads, not
-    the result or something in between.
+    None if it is linear in no argument. saves_arguments: autograd saves the arguments that it
+    reads, not the result or something in between.
 
-    Matching. meaning: the operation as sums and products of others. total: of numbers, if it is the
-    sum or the product: nested ones match as one of many terms, and two operands may be exchanged,
-    which is all that a canonical form may do. is_symmetric: operands match in either order.
-    returns_input: the result may be the tensor that it is given. sign: between two operands, as one
-    writes it. off_by_one: the operation that may have been meant instead.
+    Matching. meaning: the operation as sums and products of others. total: computes it of numbers,
+    if it is the sum or the product: nested ones match as one of many terms, and two operands may be
+    exchanged, the only change that a canonical form may make. is_symmetric: operands match in
+    either order. returns_input: the result may be the tensor that it is given. sign: the infix
+    sign between two operands. off_by_one: the operation that may have been meant instead.
 
-    Binding. fixed: places where torch computes with a number in another way than with a tensor
-    without dimensions. with_dimensions: places where it does not take such a tensor, and their
-    names.
+    Binding. fixed: places where torch computes with a number differently than with a 0-d tensor.
+    with_dimensions: places where it does not accept a 0-d tensor, and their names.
     """
 
     name: str
@@ -152,7 +151,7 @@ def _others(place: int, count: int) -> Sequence[int]:
 
 
 def _slope_of_sum(scaled: int, is_negative: bool) -> Slope:
-    """Of x ± factor · y, where y is the argument at place `scaled`."""
+    """The slope of x ± factor · y, where y is the argument at place `scaled`."""
 
     def slope(emit: Emit, dy: str, place: int, args: Args, attrs: Attrs) -> str:
         if place != scaled:
@@ -191,7 +190,7 @@ def _divided(x: Any, divisor: Any) -> Expr:
 # ---- the operations -------------------------------------------------------------------------
 
 _ENTRIES = (
-    # What returns its input, such as dropout in eval mode.
+    # A call that returns its input, such as dropout in eval mode.
     pointwise("identity", lambda x: x, lambda x: x, reads=_none, returns_input=True,
               slope=lambda emit, dy, *_: dy),
     pointwise("add", _add, takes=(2, 3), reads=_factor_of(1), slope=_slope_of_sum(1, False),
@@ -259,6 +258,6 @@ _ENTRIES = (
               "gelu_tanh" if approximate == "tanh" else "gelu", x)),
 )  # fmt: skip
 OPS = {op.name: op for op in _ENTRIES}
-# Those of an anchor's own z, too: torch's BatchNorm is one kernel, in which nvcc contracts.
+# An anchor's own z may also have an fma: torch's BatchNorm is one kernel, which nvcc contracts.
 _FMA = pointwise("fma", lambda x, a, b: x * a + b)
 ALL_OPS: Mapping[str, PointwiseOp] = collections.ChainMap(OPS, {_FMA.name: _FMA})

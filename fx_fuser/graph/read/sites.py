@@ -171,7 +171,7 @@ def _matmul_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
         if site is None or not _is_bias(site, bias, isinstance(gemm, Node)):
             continue
         if isinstance(gemm, Node) and _dtype(gemm) != _dtype(node):
-            continue  # under autocast the sum is wider than the gemm: b is an addend, no bias
+            continue  # under autocast the sum is wider than the gemm: b is an addend, not a bias
         nodes = (gemm, node) if isinstance(gemm, Node) else (node,)
         operands = (site.operands["x"], site.operands["weight"], bias)
         return _linear(site.kind, node, nodes, operands)

@@ -73,7 +73,7 @@ def source_of(node: Node) -> Source | None:
     code, marks = (found["code"] or "").strip(), found["marks"] or ""
     mark = re.search(r"[\^~]+", marks)
     fitting = _fitting(code, op_of(node), None if mark is None else mark.start())
-    if mark is not None and "~" in mark[0]:  # as of torch 2.15: this very operation's
+    if mark is not None and "~" in mark[0]:  # since torch 2.15: they mark this very operation
         fitting = tuple(t for t in fitting if len(t) == len(mark[0])) or fitting
     text = fitting[_nth_at(node, trace) % len(fitting)] if fitting else ""
     return Source(found["file"], int(found["line"]), code, text)

@@ -4,7 +4,7 @@ Dynamo traces the class's `__torch_function__` into the graph and gives the resu
 the fake tensors in between are plain. But the graph is called with tensors of that class. On the
 first call, torch checks custom ops for results that alias their arguments, in a dispatch mode that
 raises TypeError at a class it does not know: at a fused op, and where autograd saves such a tensor
-for one. (Inductor's kernels are no ops.) And in a backward that runs eagerly,
+for one. (Inductor's kernels are not ops.) And in a backward that runs eagerly,
 `__torch_function__` would change what a fused op computes.
 
 Which of the values in between are plain at run time depends on the compiler: `x * 1.0` may be x

@@ -53,8 +53,8 @@ class Region:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Under the autocast that the graph itself has entered; one around the graph is in force
-        as it is."""
+        """Enter the autocast that the graph itself has entered; one around the graph is already
+        active."""
         with ExitStack() as entered:
             for node in self.entered:
                 if getattr(node.target, "__name__", "") == "_enter_autocast":
@@ -62,8 +62,8 @@ class Region:
             yield
 
     def beside_autocast(self, has_grad: bool) -> Region:
-        """All modes but autocast, which the dtypes of values show. has_grad: where the values do,
-        as they require a gradient, grad mode is left out, too."""
+        """All modes except autocast, which the dtypes of values show. has_grad: the values require
+        a gradient, which shows grad mode, so it is left out, too."""
         kept = (n for n in self.entered if getattr(n.target, "__name__", "") != "_enter_autocast")
         grad = "_set_grad_enabled" if has_grad else None
         return Region(tuple(s for s in self.settings if s[0] != grad), tuple(kept))
@@ -179,7 +179,7 @@ class View:
 
     @functools.cached_property
     def shown_at(self) -> dict[Any, list[int]]:
-        """Storage → places in the order of the nodes whose value lies in it."""
+        """Storage → places in the order of the nodes whose value is in it."""
         return self._by_storage((n, storages((n,))) for n in self.nodes)
 
     @functools.cached_property

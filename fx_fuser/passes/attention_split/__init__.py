@@ -2,12 +2,13 @@
 
 On CUDA, torch's attention of fp32 tensors without a mask is
 `aten._scaled_dot_product_efficient_attention` in this graph, F.multi_head_attention_forward's too.
-It and its backward are replaced apart, by functions of `fx_fuser.ops.attention_split`, which read
-what the other of torch's saves. Each is timed once beside torch's, for each sizes and strides. The
-pass runs behind that over gemms (`fx_fuser.passes.products`), on the same conditions.
+It and its backward are replaced separately, by functions of `fx_fuser.ops.attention_split` that
+read and save the same tensors as torch's. Each is timed once against torch's for each combination
+of sizes and strides. The pass runs after that over gemms (`fx_fuser.passes.products`), on the same
+conditions.
 
-Kernels are for sizes of heads, which only the graph tells. If Inductor's cache has the graph, no
-pass sees it: then the op asks for its kernel when it first runs.
+Kernels depend on the size of heads, which only the graph tells. If Inductor's cache has the graph,
+no pass sees it: then the op asks for its kernel when it first runs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _TENSORS = {
     BACKWARD: ("grad_out_", "query", "key", "value", "out", "logsumexp"),
 }
 _OF_KEYS = ("key", "value")
-# What repeats a head, from the last operation to the first.
+# The operations that repeat a head, from the last to the first.
 _REPEAT = (
     {_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default},
     {_aten.clone.default},
@@ -107,7 +108,7 @@ def behind(last: Products) -> AttentionSplit:
 
 
 def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
-    """The kernels that the pass may ask for, to be compiled beside others before it does."""
+    """The kernels that the pass may ask for, to be compiled with others before it does."""
     if torch.is_autocast_enabled(device.type):
         return []
     nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
@@ -137,7 +138,7 @@ def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
     )
     if mask is not None or not sizes or not isinstance(drops, (int, float)):
         return
-    if drops and not trains:  # with no backward torch's operation stays
+    if drops and not trains:  # without a backward torch's operation stays
         return
     if not isinstance(d, int) or not isinstance(heads, int):
         return
@@ -150,34 +151,34 @@ def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
 
 
 def _is_small(queries: Sequence[int], keys: int, device: torch.device) -> bool:
-    """Is torch's done within some 10 us?  The kernel needs as much to begin. queries: their size,
-    as a whole."""
+    """Does torch's finish within some 10 us?  The kernel needs as long to start. queries: the whole
+    size."""
     return 4 * math.prod(queries) * keys / limits.of(device).fp32 < 10e-6
 
 
 def why_left(operands: Sequence[Any], on_cpu: bool) -> str:
-    """Why the pass would leave torch's attention of these fake tensors alone, the clock apart;
+    """Why the pass would leave torch's attention of these fake tensors alone, apart from timing;
     empty if it would not.
 
-    operands: query, key and value. A head of keys and values may be for several of queries.
+    operands: query, key and value. Several query heads may share a head of keys and values.
     """
     forms = _forms(dict(zip(_TENSORS[FORWARD], operands)), "cpu" if on_cpu else "cuda")
     if forms is None:
-        return "its operands are not all of fp32, on one GPU and of one size in every call"
+        return "its operands are not all fp32, on one GPU and of constant sizes"
     sizes = [form.size for form in forms.values()]
     spec = attention.spec_for(sizes[0][-1])
     if not _fit(forms) or spec is None:
-        return f"no kernel takes sizes of {', '.join(map(str, sizes))}"
+        return f"no kernel supports sizes of {', '.join(map(str, sizes))}"
     for name, form in forms.items():
         if not _is_aligned(form):
-            return f"its {name} does not lie in rows of whole vectors of 16 bytes"
+            return f"its {name} does not have rows of whole 16-byte vectors"
     if on_cpu:
         return ""
     device = forms["query"].device
     if not load.runs_on(spec, device):
         return "this GPU has no kernel for it"
     if _is_small(sizes[0], sizes[1][2], device):
-        return "it is small: as many operations take some 10 us at most"
+        return "it is small: its operations take about 10 us at most"
     return ""
 
 
@@ -188,9 +189,9 @@ def why_left(operands: Sequence[Any], on_cpu: bool) -> str:
 class Site:
     """A node that a function of `fx_fuser.ops.attention_split` can compute.
 
-    forms: name → of what it reads; of keys and values that are repeated for several heads of
-    queries, what they were before. one_head: those of all heads are the same memory. items: index →
-    the node that takes this one of the results.
+    forms: name → form of what it reads; of keys and values that are repeated for several query
+    heads, the form before that. one_head: all heads of keys and values are the same memory. items:
+    index of a result → the node that takes it.
     """
 
     node: Node
@@ -205,7 +206,7 @@ class Site:
 
     @classmethod
     def of(cls, node: Node, on_cpu: bool, drops: bool = False) -> Site | None:
-        """Of this node, with dropout or without; None where torch's operation stays."""
+        """The site of this node, with dropout or without; None where torch's operation stays."""
         function = FORWARD if node.target is ATTENTION else BACKWARD
         given, items = arguments_of(node), items_of(node)
         if items is None or not _is_plain(given, drops) or not _makes(items, given):
@@ -243,7 +244,7 @@ class Site:
         return found is not None and contest.gains(found[1], found[0])
 
     def times(self) -> tuple[float, float] | None:
-        """The GPU's of torch's and of ours, in ms; None if there are none."""
+        """The GPU's times for torch's and ours, in ms; None if there are none."""
         forms = (f"{name} {form}" for name, form in self.forms.items())
         saves = _LSE in self.items
         key = (self.function, *forms, self.scale, self.causal, self.dropout, saves)
@@ -256,7 +257,7 @@ class Site:
         return torchs, fused
 
     def _candidates(self) -> list[Candidate]:
-        """Torch's, and by halves."""
+        """Torch's, and ours by halves."""
         generator = torch.Generator(self.device).manual_seed(0)
         values = {name: form.random(generator) for name, form in self.forms.items()}
         values["query"] /= self.scale * self.forms["query"].size[-1] ** 0.5  # logits near 1
@@ -267,7 +268,7 @@ class Site:
                 values[name].copy_(saved)
         saves = _LSE in self.items
         seed = torch.zeros((), dtype=torch.int64, device=self.device) if self.dropout else None
-        # The mask that ours drops by takes much memory in torch: of one sample it is enough.
+        # In torch our dropout mask takes much memory: one sample is enough.
         some = [t[:1] if self.dropout else t for t in values.values()]
         checked = self._call(self.function, some, saves, seed)
         runs = [functools.partial(op, *checked) for op in (run.IN_TORCH, run.MANY)]
@@ -281,7 +282,7 @@ class Site:
         ]
 
     def _torchs_dropping(self, values: Mapping[str, Tensor]) -> Callable[[], object]:
-        """Torch's operation, which drops other weights than ours does."""
+        """Torch's operation, which drops different weights than ours."""
         of_each = {n: of_each_head(values["query"], values[n]) for n in _OF_KEYS}
         given = [{**values, **of_each}[name] for name in _TENSORS[self.function]]
         *_, q, k, v = given[: 4 if self.function == BACKWARD else 3]
@@ -311,8 +312,7 @@ class Site:
         self.put(self.made())
 
     def made(self, seed: Node | None = None) -> dict[int, Node]:
-        """Index → the node that is to be this one of the results. seed: by which weights are
-        dropped."""
+        """Index of a result → the node that is to replace it. seed: the dropout's."""
         saves = _LSE in self.items
         with self.node.graph.inserting_before(self.node):
             arguments = self._call(self.function, self._read(), saves, seed)
@@ -320,7 +320,7 @@ class Site:
         return results_by(arguments, is_one, self.node, self.items)
 
     def put(self, new: Mapping[int, Node]) -> None:
-        """In place of torch's results."""
+        """Put these in place of torch's results."""
         graph, node = self.node.graph, self.node
         for i, item in self.items.items():
             item.replace_all_uses_with(new[i])
@@ -332,7 +332,7 @@ class Site:
             _erase_unread(repeat)
 
     def _read(self) -> list[Node]:
-        """As they are now: another attention, which was replaced, may have made one."""
+        """The operands as they are now: an attention that was replaced may have made one."""
         given = arguments_of(self.node)
         keys = [given[name] for name in _OF_KEYS]
         if self.one_head:
@@ -344,7 +344,7 @@ class Site:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """By name, with those that are not given."""
+    """Arguments by name, with defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     names = [argument.name for argument in schema]
     defaults = {argument.name: argument.default_value for argument in schema}
@@ -352,8 +352,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def items_of(node: Node) -> dict[int, Node] | None:
-    """Index → the node that takes this one of the results, if something reads it; None if one is
-    used in another way."""
+    """Index of a result → the node that takes it, if something reads that; None if a result is used
+    in another way."""
     found: dict[int, Node] = {}
     for user in node.users:
         if user.target is not operator.getitem or user.args[1] in found:
@@ -364,7 +364,7 @@ def items_of(node: Node) -> dict[int, Node] | None:
 
 
 def _is_plain(given: Mapping[str, Any], drops: bool) -> bool:
-    """Is it attention without a bias, with dropout or without, whose numbers do not change?"""
+    """Is it attention without a bias, with dropout or without, whose numbers are constant?"""
     scale = given["scale"]
     if given["attn_bias"] is not None or type(given["is_causal"]) is not bool:
         return False
@@ -391,7 +391,7 @@ def _values(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forms(values: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
-    """Of fp32 tensors on one such device, at their sizes in this trace; None if they are not."""
+    """Forms of fp32 tensors on one such device, at their sizes in this trace; else None."""
     for value in values.values():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
@@ -406,8 +406,8 @@ def _forms(values: Mapping[str, Any], device: str) -> dict[str, TensorForm] | No
 
 
 def _fit(forms: Mapping[str, TensorForm]) -> bool:
-    """Are these one attention's, with something in each?  A head of keys may be for several of
-    queries."""
+    """Do these fit one attention, none of them empty?  Several query heads may share a head of
+    keys."""
     q, k, v = (forms[name].size for name in _TENSORS[FORWARD])
     if len(q) != 4 or k != v or (k[0], *k[3:]) != (q[0], q[3]) or 0 in (*q, *k) or q[1] % k[1]:
         return False
@@ -429,8 +429,8 @@ def _first_head(form: TensorForm) -> TensorForm:
 
 
 def _before_repeats(tensors: Sequence[Node], reader: Node) -> list[Node] | None:
-    """What keys and values were before a copy repeated each of their heads for several of queries;
-    None if one is no such copy, or something else reads it as well."""
+    """Keys and values before a copy repeated each of their heads for several query heads; None if
+    one is not such a copy, or something else reads it as well."""
     found = [_before_repeat(tensor, reader) for tensor in tensors]
     sources = [source for source in found if source is not None]
     if len(sources) < len(tensors):
@@ -458,7 +458,7 @@ def _before_repeat(node: Node, reader: Node) -> Node | None:
 
 
 def _erase_unread(node: Node) -> None:
-    """And what only it read."""
+    """Erase it if nothing reads it, then what only it read."""
     while not node._erased and not node.users and node.op == "call_function":
         above = node.args[0]
         node.graph.erase_node(node)
@@ -466,6 +466,6 @@ def _erase_unread(node: Node) -> None:
 
 
 def _is_aligned(form: TensorForm) -> bool:
-    """May the kernel read its rows, with elements that are adjacent, in vectors of 16 bytes?"""
+    """Can the kernel read its rows, of adjacent elements, in 16-byte vectors?"""
     steps = [step for n, step in zip(form.size[:3], form.stride) if n > 1]
     return not form.offset and form.stride[3] == 1 and all(s > 0 and s % 4 == 0 for s in steps)

@@ -1,15 +1,15 @@
 """Inductor's graph of ATen operations → the same, with 16-bit attention with a bias by fx_fuser's
 kernels where faster.
 
-A trained bias leaves torch its memory-efficient kernel alone, whose backward writes the bias's
-gradient of each batch and head; what shares the bias is summed behind it. Both are replaced, apart
-as in `fx_fuser.passes.attention_split`, by functions of `fx_fuser.ops.attention_bias`: the backward
-with the sum, where nothing else reads what is summed. In inference torch may have cuDNN's, whose
-bias need not be of all batches and heads: it is replaced, too. Each is timed once beside torch's,
-for each sizes and strides.
+With a trained bias, torch has only its memory-efficient kernel, whose backward writes the bias's
+gradient of each batch and head; a sum over what shares the bias follows. Both are replaced,
+separately as in `fx_fuser.passes.attention_split`, by functions of `fx_fuser.ops.attention_bias`:
+the backward with the sum, where nothing else reads what is summed. In inference torch may use
+cuDNN's, whose bias may be shared by all batches or heads: it is replaced, too. Each is timed once
+against torch's for each combination of sizes and strides.
 
-Nets wholly in 16 bits have no other pass over Inductor's graphs, nor have those whose fp32 gemms
-are to be the library's; this one runs there by itself.
+No other pass runs over Inductor's graphs of a model that is wholly in 16 bits, or whose fp32 gemms
+stay with the library; there this one runs alone.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def behind(last: GraphPass) -> AttentionBias:
 def kernels_for(
     gm: GraphModule, options: Options, inputs: Sequence[Any]
 ) -> dict[torch.device, list[KernelSpec]] | None:
-    """GPU → the kernels that the pass may ask for in a graph without others, and that of
-    `fx_fuser.passes.attention_split.dropout`; None if it is to have no pass, as no attention of it
-    has a bias. gm: the untouched graph. inputs: its own."""
+    """GPU → the kernels that this pass and that of `fx_fuser.passes.attention_split.dropout` may
+    ask for in a graph without other passes; None if no attention of it has a bias, so that no pass
+    runs. gm: the untouched graph. inputs: its own."""
     if options.inner != "inductor" or not options.grows or not any(map(_has_bias, _nodes_of(gm))):
         return None
     dtypes = {*attention_bias.DTYPES}
@@ -118,20 +118,20 @@ def _nodes_of(gm: GraphModule) -> Iterator[Node]:
 
 
 def _has_bias(node: Node) -> bool:
-    """May a kernel of this attention be one with a bias?"""
+    """May this attention run on a kernel with a bias?"""
     if node.op != "call_function" or node.target not in ATTENTIONS:
         return False
     return isinstance(argument_of(node, 3, "attn_mask"), Node)
 
 
 def foreseen(gm: GraphModule, device: torch.device) -> list[KernelSpec]:
-    """The kernels that the pass may ask for, to be compiled beside others before it does."""
+    """The kernels that the pass may ask for, to be compiled with others before it does."""
     found = dict.fromkeys(spec for node in _nodes_of(gm) for spec in _foreseen_at(node, device))
     return [spec for spec in found if load.runs_on(spec, device)]
 
 
 def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
-    """Of a bias that is learned: of others, masks, torch's cuDNN may be as fast, and a kernel that
+    """Those for a learned bias: for others, masks, torch's cuDNN may be as fast, and a kernel that
     gains is compiled when it is timed."""
     if not _has_bias(node):
         return
@@ -154,9 +154,9 @@ def _foreseen_at(node: Node, device: torch.device) -> Iterator[KernelSpec]:
 class Site:
     """A node that a function of `fx_fuser.ops.attention_bias` can compute.
 
-    forms: name → of what it reads; of the bias without what is expanded: `shared` of the first two
-    dimensions. of_bias: the gradient that it makes of it. items: index → the node that takes this
-    one of the results; of a gradient that is summed the sum.
+    forms: name → form of what it reads; of the bias without what is expanded: `shared` of the first
+    two dimensions. of_bias: which gradient of the bias it makes. items: index of a result → the
+    node that takes it; for a gradient that is summed, the sum.
     """
 
     node: Node
@@ -172,7 +172,7 @@ class Site:
 
     @classmethod
     def of(cls, node: Node, on_cpu: bool, drops: bool = False) -> Site | None:
-        """Of this node, with dropout or without; None where torch's operation stays."""
+        """The site of this node, with dropout or without; None where torch's operation stays."""
         function = BACKWARD if node.target is ATTENTION_BACKWARD else FORWARD
         given, items = arguments_of(node), items_of(node)
         if items is None or not _is_plain(given, drops) or not _makes(items, given):
@@ -206,7 +206,7 @@ class Site:
         return self.forms["query"].device
 
     def is_small(self) -> bool:
-        """Is torch's done within some 10 us?  The kernel needs as much to begin."""
+        """Does torch's finish within some 10 us?  The kernel needs as long to start."""
         operations = 4 * math.prod(self.forms["query"].size) * self.forms["key"].size[2]
         return operations / (4 * limits.of(self.device).fp32) < 10e-6
 
@@ -216,7 +216,7 @@ class Site:
         return found is not None and contest.gains(found[1], found[0])
 
     def times(self) -> tuple[float, float] | None:
-        """The GPU's of torch's and of ours, in ms; None if there are none."""
+        """The GPU's times for torch's and ours, in ms; None if there are none."""
         forms = (f"{name} {form}" for name, form in self.forms.items())
         key = (
             self.function,
@@ -248,7 +248,7 @@ class Site:
                 values[name].copy_(saved)
         saves = _LSE in self.items
         seed = torch.zeros((), dtype=torch.int64, device=self.device) if self.dropout else None
-        # The mask that ours drops by takes much memory in torch: of one sample it is enough.
+        # In torch our dropout mask takes much memory: one sample is enough.
         some = [t[:1] if self.dropout else t for t in values.values()]
         checked = self._call(self.function, some, saves, seed)
         runs: list[Callable[[], Any]] = [
@@ -264,7 +264,7 @@ class Site:
         return [*map(Candidate, runs)]
 
     def _torchs_dropping(self, values: Mapping[str, Tensor]) -> Callable[[], object]:
-        """Torch's operation, which drops other weights than ours does; with the sum behind it."""
+        """Torch's operation, which drops different weights than ours, followed by the sum."""
         q, k, v, few = (values[name] for name in _OPERANDS)
         bias = few.expand(*q.shape[:2], -1, -1)
         named = {"scale": self.scale}
@@ -292,7 +292,7 @@ class Site:
         return run.arguments(function, (*tensors, *given))
 
     def _read(self) -> list[Node]:
-        """Arguments as they are now: another attention, which was replaced, may have made one."""
+        """Arguments as they are now: an attention that was replaced may have made one."""
         given = arguments_of(self.node)
         bias = given["attn_bias"]
         for i in self.shared:
@@ -304,8 +304,7 @@ class Site:
         self.put(self.made())
 
     def made(self, seed: Node | None = None) -> dict[int, Node]:
-        """Index → the node that is to be this one of the results. seed: by which weights are
-        dropped."""
+        """Index of a result → the node that is to replace it. seed: the dropout's."""
         saves = _LSE in self.items
         with self.node.graph.inserting_before(self.node):
             arguments = self._call(self.function, self._read(), saves, seed)
@@ -313,7 +312,7 @@ class Site:
         return results_by(arguments, is_one, self.node, self.items)
 
     def put(self, new: Mapping[int, Node]) -> None:
-        """In place of torch's results."""
+        """Put these in place of torch's results."""
         graph, node = self.node.graph, self.node
         for i, item in self.items.items():
             item.replace_all_uses_with(new[i])
@@ -325,7 +324,7 @@ class Site:
 
 
 def _is_plain(given: Mapping[str, Any], drops: bool) -> bool:
-    """Is it attention with a bias, with dropout or without, whose numbers do not change?"""
+    """Is it attention with a bias, with dropout or without, whose numbers are constant?"""
     scale = given["scale"]
     if not isinstance(given["attn_bias"], Node) or type(given["is_causal"]) is not bool:
         return False
@@ -347,8 +346,8 @@ def _makes(items: Mapping[int, Node], given: Mapping[str, Any]) -> bool:
 
 
 def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | None:
-    """Of tensors of one 16-bit dtype on one such device, but for fp32 logarithms; None if they are
-    not, or their sizes are not known."""
+    """Forms of tensors of one 16-bit dtype on one such device, except fp32 logarithms; None if they
+    are not, or their sizes are not known."""
     found: dict[str, TensorForm] = {}
     for name, node in tensors.items():
         value = node.meta.get("val") if isinstance(node, Node) else None
@@ -366,7 +365,8 @@ def _forms(tensors: Mapping[str, Any], device: str) -> dict[str, TensorForm] | N
 
 
 def _is_inference(items: Mapping[int, Node], node: Node) -> bool:
-    """Is the result all that is read of cuDNN's, and laid out as ours?  Its logarithms are not."""
+    """Is only cuDNN's result read, and laid out like ours?  Its logarithms are laid out
+    differently."""
     if items.keys() != {0}:
         return False
     made, q = items[0].meta["val"], arguments_of(node)["query"].meta["val"]
@@ -376,8 +376,8 @@ def _is_inference(items: Mapping[int, Node], node: Node) -> bool:
 
 
 def _fit(forms: Mapping[str, TensorForm], shares: bool = False) -> bool:
-    """Are these one attention's, with something in each?  shares: a bias may have one for all
-    batches or heads."""
+    """Do these fit one attention, none of them empty?  shares: a bias may have one for all batches
+    or heads."""
     q, k, v, bias = (forms[name].size for name in _OPERANDS)
     if len(q) != 4 or k != v or (*k[:2], k[3]) != (*q[:2], q[3]) or 0 in (*q, *k):
         return False
@@ -395,7 +395,7 @@ def _fit(forms: Mapping[str, TensorForm], shares: bool = False) -> bool:
 
 
 def _is_aligned(form: TensorForm) -> bool:
-    """May TMA bring it, with elements that are adjacent, in vectors of 16 bytes?"""
+    """Can TMA load it, with adjacent elements, in 16-byte vectors?"""
     steps = [step for n, step in zip(form.size[:3], form.stride) if n > 1]
     return not form.offset and form.stride[3] == 1 and all(s > 0 and s % _LANES == 0 for s in steps)
 

@@ -2,9 +2,9 @@
 kernels where faster: of fp32 by fp16 halves, of 16 bits with a bias.
 
 `fx_fuser.passes.attention_split` and its `biased` have the rest. Which weights are dropped depends
-on whose operation it is, so forward and backward are replaced together, ahead of their partition,
-or neither. A graph's seeds are drawn at once, by an operation that Inductor draws those of its own
-dropout by: so CUDA graphs, recomputation and `torch.manual_seed` do what they do there.
+on whose operation it is, so forward and backward are replaced together, before they are
+partitioned, or not at all. A graph's seeds are drawn at once, by the operation that Inductor uses
+for its own dropout: so CUDA graphs, recomputation and `torch.manual_seed` behave as they do there.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fx_fuser.passes.graph_pass import OF_VALUE, call, loaded
 from fx_fuser.planning import contest
 
 _OUT, _LSE, _SEED, _OFFSET = range(4)  # results of torch's operation
-# By both operations.
+# Arguments that both operations share.
 _SHARED = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
 Pair = tuple[Site, Site] | tuple[biased.Site, biased.Site]
 
 
 @dataclass(frozen=True)
 class AttentionDropout(AttentionSplit):
-    """Attention that drops weights. halves: of fp32, too."""
+    """Attention that drops weights. halves: fp32 attention, too."""
 
     TARGETS = (ATTENTION,)
     halves: bool = True
@@ -63,7 +63,7 @@ class AttentionDropout(AttentionSplit):
             forward, backward = pair
             suffix = " with a bias" if isinstance(forward, biased.Site) else ""
             seed = _new_seed(graph, node, seeds)
-            # Either both are put in place or, if one cannot be made, none is.
+            # Make both first: if one cannot be made, neither is put in place.
             made = [site.made(seed) for site in pair]
             name = backward.node.target._schema.name  # type: ignore[union-attr]
             counters[COUNTERS][name.removeprefix("aten::") + suffix] += 1
@@ -75,8 +75,8 @@ class AttentionDropout(AttentionSplit):
 
 
 def _recomputes_all(graph: Graph) -> bool:
-    """Is backward to recompute all of forward?  Then torch draws seeds anew there, those that must
-    be saved as well."""
+    """Will backward recompute all of forward?  Then torch draws new seeds there, even for those
+    that must be saved."""
     budgets: list[Any] = [functorch_config.activation_memory_budget]
     for node in graph.nodes:
         of_region = (node.meta.get("custom") or {}).get("_region_activation_memory_budget")
@@ -85,7 +85,7 @@ def _recomputes_all(graph: Graph) -> bool:
 
 
 def _pair_of(node: Node, on_cpu: bool, halves: bool) -> Pair | None:
-    """An attention that drops weights and its backward, which alone reads what it has saved."""
+    """An attention that drops weights and its backward, if only that reads what it has saved."""
     items = items_of(node)
     if items is None or not {_LSE, _SEED, _OFFSET} <= items.keys():
         return None
@@ -122,10 +122,10 @@ def _gains(pair: Pair, strict: bool) -> bool:
 
 
 def _new_seed(graph: Graph, like: Node, seeds: list[Node]) -> Node:
-    """One more of the graph's seeds, which are a node that draws them, and views of each.
+    """One more of the graph's seeds: one node draws them all, and each is a view of it.
 
-    like: an attention. Seeds are no part of what a checkpoint recomputes, nor of what a partitioner
-    may that saves memory: backward reads those that forward has drawn.
+    like: an attention. Neither a checkpoint nor a partitioner that saves memory may recompute
+    seeds: backward reads those that forward has drawn.
     """
     device = like.meta["val"][_OUT].device
     of_device = [node for node in seeds if node.args[1] == device]

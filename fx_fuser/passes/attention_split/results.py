@@ -1,4 +1,4 @@
-"""What takes the place of an attention's results in Inductor's graph."""
+"""What replaces an attention's results in Inductor's graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fx_fuser.planning import bench_ops
 def results_by(
     arguments: run.Arguments, is_one: bool, node: Node, items: Mapping[int, Node]
 ) -> dict[int, Node]:
-    """Ahead of torch's operation, a call of ours: index → the node that is to be this one of the
-    results.
+    """Insert our call before torch's operation. Returns: index of a result → the node that is to
+    replace it.
 
-    is_one: does it return a tensor alone? items: of `items_of`.
+    is_one: does it return a single tensor?  items: from `items_of`.
 
     Raises:
         RuntimeError: a result would have another form than torch's.

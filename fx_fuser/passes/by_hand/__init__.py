@@ -1,1 +1,1 @@
-"""fp32 attention that torch computes as matmul, softmax and matmul → one call of its fused one."""
+"""fp32 attention that torch computes as matmul, softmax and matmul → torch's fused attention."""

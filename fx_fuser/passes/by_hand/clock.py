@@ -1,9 +1,9 @@
-"""May attention be torch's fused one, and is it faster by fp16 halves than as it is written?
+"""Can attention be torch's fused one, and is it faster by fp16 halves than as written?
 
-As it is written it is two gemms, each by the library or by the split kernel, and a softmax between
-them. Scale and mask are not timed: Inductor fuses them with the softmax. In training the backward
-counts, too. `passes.attention_split` then chooses between our kernel and torch's fused one, which
-it keeps only where that is faster than ours or nearly so: either is faster than what was written.
+As written it is two gemms, each by the library or by the split kernel, and a softmax between them.
+Scale and mask are not timed: Inductor fuses them with the softmax. In training the backward counts,
+too. `passes.attention_split` then chooses between our kernel and torch's fused one, which it keeps
+only where that is faster than ours or nearly so: either is faster than what was written.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fx_fuser.planning.bench_ops import TensorForm, form_of_value
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.by_hand")
-# The fused backward takes weights anew from lse. As long as that was rounded three times, dv of
-# 8 x 1024 tokens, summed up, was off by 1.7 times eager mode's error where 1.5 are allowed (H200,
-# issue 43): tests/passes/test_by_hand_gpu.py is to confirm that one rounding is few enough.
+# The fused backward recomputes weights from lse. When that was rounded three times, the summed dv
+# of 8 x 1024 tokens was off by 1.7 times eager mode's error, where 1.5 is allowed (H200, issue 43):
+# tests/passes/test_by_hand_gpu.py must confirm that one rounding is few enough.
 _TAKES_TRAINING = True
 
 
@@ -41,8 +41,8 @@ def check(
 ) -> None:
     """Raises Stays where an attention of these fake tensors is better left as it is written.
 
-    operands: query, key and value, [batch, heads, rows, elements]; a head of keys may be for
-    several of queries. on_cpu: there nothing is timed.
+    operands: query, key and value, [batch, heads, rows, elements]; several query heads may share a
+    head of keys. on_cpu: there nothing is timed.
     """
     left = attention_split.why_left(operands, on_cpu)
     if left:
@@ -52,7 +52,7 @@ def check(
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
         raise Stays("torch's memory-efficient attention is switched off")
     if trains and not _TAKES_TRAINING:
-        raise Stays("in training it is less exact than matmul and softmax are")
+        raise Stays("in training it is less exact than matmul and softmax")
     if trains and torch.are_deterministic_algorithms_enabled():
         raise Stays("the backward of torch's fused attention is not deterministic")
     forms = dict(zip(("query", "key", "value"), map(form_of_value, operands)))
@@ -63,7 +63,7 @@ def check(
 
 @dataclass(frozen=True)
 class Race:
-    """forms: of query, key and value, as of `check`. trains: is there a backward?"""
+    """forms: of query, key and value, as in `check`. trains: is there a backward?"""
 
     forms: Mapping[str, TensorForm]
     scale: float
@@ -91,7 +91,7 @@ class Race:
         return f"{min(by_hand):.3g} ms as it is written, {fused:.3g} fused"
 
     def candidates(self, by_split: bool) -> list[Candidate]:
-        """By the library's gemms and, if there are such, by split ones, in all mixtures; fused."""
+        """By the library's gemms and, if there are, split ones, in all combinations; then fused."""
         query = self.forms["query"]
         generator = torch.Generator(query.device).manual_seed(0)
         q, k, v = (form.random(generator) for form in self.forms.values())
@@ -133,7 +133,7 @@ def _by_halves(left: Tensor, right: Tensor) -> Tensor:
 def _by_hand(
     square: _Gemm, long: _Gemm, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None
 ) -> Sequence[Tensor]:
-    """Of [batch · heads, rows, elements]. square: makes [queries, keys]; long: sums over either."""
+    """[batch · heads, rows, elements]. square: makes [queries, keys]; long: sums over either."""
     weights = square(q, k.mT).softmax(-1)
     out = long(weights, v)
     if d_out is None:

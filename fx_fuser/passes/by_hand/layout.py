@@ -1,7 +1,7 @@
-"""The operands of an attention as torch's fused one takes them, and its result as it was: views.
+"""Views of an attention's operands as torch's fused one takes them, and of its result as it was.
 
-Axes that q, k and v all have become the batch, but for the last of them, which with those that k or
-v lack are the heads. So grouped heads stay neighbours, as `passes.attention_split` finds them.
+Axes that q, k and v all have become the batch, except the last one, which together with those that
+k or v lack becomes the heads. So grouped heads stay neighbours, as `passes.attention_split` needs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Layout:
         heads = (*shared[at:], *rest)
         count = math.prod(site.sizes[axis] for axis in heads)
         if not isinstance(count, int):
-            raise Stays("how many heads it has is dynamic")
+            raise Stays("its number of heads is dynamic")
         if count > _MOST_HEADS:
             raise Stays(f"it has {count} heads, more than torch's kernel takes")
         return cls(site, (*shared[:at],), heads)
@@ -94,7 +94,7 @@ class Layout:
         return whole
 
     def keys(self, calls: Calls) -> tuple[Node, Node]:
-        """With a head for each of the queries', behind those that there are."""
+        """The keys as they are, and with a head for each query head."""
         return self._of_four(calls, self.site.k, (self.site.keys, self.site.inner))
 
     def values(self, calls: Calls) -> tuple[Node, Node]:
@@ -115,7 +115,7 @@ class Layout:
         if is_same(count, 1):
             return node, _expanded(calls, node, whole)
         if parts[1] != self.heads[: len(parts[1])]:
-            raise Stays("its heads of keys are not for neighbouring heads of queries")
+            raise Stays("its key heads are not shared by neighbouring query heads")
         each = calls.method("unsqueeze", node, 2)
         each = calls.method("expand", each, -1, -1, whole[1] // count, -1, -1)
         return node, calls.method("flatten", each, 1, 2)
@@ -132,7 +132,7 @@ class Layout:
         return _joined(calls, node, site.result.dims, copies=True)
 
     def _apart(self, calls: Calls, node: Node, dims: Sequence[Dim]) -> tuple[Node, list[int]]:
-        """One dimension an axis, and the axes."""
+        """The node with one dimension per axis, and the axes."""
         for i in reversed(range(len(dims))):
             sizes = [self.site.sizes[a] for a in dims[i]]
             if not sizes:
@@ -157,7 +157,7 @@ def _permuted(calls: Calls, node: Node, order: Sequence[int]) -> Node:
 
 
 def _joined(calls: Calls, node: Node, parts: Sequence[Dim], copies: bool) -> Node:
-    """Neighbouring dimensions, one an axis, as one for each of these parts."""
+    """Joins neighbouring dimensions, one per axis, into one for each of these parts."""
     for i, part in enumerate(parts):
         if not part:
             node = calls.method("unsqueeze", node, i)
@@ -165,5 +165,5 @@ def _joined(calls: Calls, node: Node, parts: Sequence[Dim], copies: bool) -> Nod
             before = node
             node = calls.method("flatten", node, i, i + len(part) - 1)
             if not copies and storages([node]) != storages([before]):
-                raise Stays("to see its heads as one dimension takes a copy")
+                raise Stays("seeing its heads as one dimension needs a copy")
     return node

@@ -56,13 +56,13 @@ def rewrite(view: View, node: Node, options: Options, prove: Prove) -> None:
     operands = [given[name] for name in ("query", "key", "value")]
     tensors = [meta_tensor(n) if isinstance(n, Node) else None for n in operands]
     if any(type(t) is not FakeTensor or t.dtype != torch.float32 for t in (was, *tensors)):
-        raise Stays("it is not of fp32")
+        raise Stays("it is not fp32")
     if not all(isinstance(n, int) for t in tensors for n in (*t.shape, *t.stride())):  # type: ignore[union-attr]
         raise Stays("its sizes are dynamic")
     if any(given[name] is not None and given[name] is not False for name in _ADDS_KEYS):
         raise Stays("it has keys of its own")
     if given["key_padding_mask"] is not None:
-        raise Stays("it has a mask of keys")
+        raise Stays("it has a key padding mask")
     if given["dropout_p"] != 0 and given["training"] is not False:
         raise Stays("it has dropout")
     region = view.region[node]
@@ -80,7 +80,7 @@ def rewrite(view: View, node: Node, options: Options, prove: Prove) -> None:
     with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
         now = F.multi_head_attention_forward(*fakes[0], **fakes[1])
     if (now[0].dtype, now[0].shape, now[0].stride()) != (was.dtype, was.shape, was.stride()):
-        raise Stays("its result would be laid out otherwise")
+        raise Stays("its result would be laid out differently")
     for reader in list(node.users):
         if reader.args[1] == 1:
             node.graph.erase_node(reader)
@@ -89,7 +89,7 @@ def rewrite(view: View, node: Node, options: Options, prove: Prove) -> None:
 
 
 def _heads(tensor: Tensor, width: int, count: int) -> Tensor:
-    """[N, heads, L, D] of what torch makes of [L, N, *] by a projection; without N, of one."""
+    """[N, heads, L, D] of what torch projects from [L, N, *]; N is 1 if it is missing."""
     samples = tensor.shape[1] if tensor.ndim == 3 else 1
     with tensor.fake_mode:  # type: ignore[attr-defined]
         projected = tensor.new_empty(tensor.shape[0], samples, width)
@@ -100,12 +100,12 @@ def _kind(mask: Any, queries: int, keys: int, prove: Prove) -> str:
     if mask is None:
         return "open"
     if not isinstance(mask, Node):
-        raise Stays("its mask is no tensor of the graph")
+        raise Stays("its mask is not a tensor of the graph")
     return prove(mask, (queries, keys), _shown)
 
 
 def _shown(mask: Tensor) -> Tensor:
-    """A mask of bool hides where it is true, here alone."""
+    """In this call, unlike others, a bool mask hides where it is true."""
     return ~mask if mask.dtype is torch.bool else mask.float()
 
 

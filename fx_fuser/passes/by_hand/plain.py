@@ -1,4 +1,4 @@
-"""Is an attention softmax(scale · q kᵀ) v, causal or not?  All that a fused kernel computes."""
+"""Is an attention softmax(scale · q kᵀ) v, causal or not?  A fused kernel computes only that."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Shown:
     def __call__(self, value: Tensor) -> Tensor:
         seen = self.mask.seen(value, self.sizes, self.order)
         if value.dtype is not torch.bool:
-            return seen.float()  # in which it is added
+            return seen.float()  # the dtype in which it is added
         return ~seen if self.hides else seen
 
 
@@ -50,13 +50,13 @@ def _is_least(value: Tensor) -> Tensor:
 
 
 def plain_of(site: AttentionSite, prove: Prove) -> Plain:
-    """Raises Stays where it is more than that, or not of fp32 throughout."""
+    """Raises Stays where it is more than that, or not fp32 throughout."""
     _check_dtypes(site)
     scale, causal, is_masked = 1.0, False, False
     for step in site.tail:
         if step.op in ("mul", "div"):
             if is_masked:
-                raise Stays("its scores are scaled behind its mask")
+                raise Stays("its scores are scaled after its mask")
             scale *= _factor(step)
         elif step.op == "causal":
             causal = True
@@ -83,13 +83,13 @@ def _check_dtypes(site: AttentionSite) -> None:
     found |= {f"its scores after {step.op}": step.dtype for step in steps}
     for name, dtype in found.items():
         if dtype is not torch.float32:
-            raise Stays(f"{name} is of {dtype}, not of fp32")
+            raise Stays(f"{name} is {dtype}, not fp32")
 
 
 def _factor(step: Step) -> float:
     numbers = [a for a in step.args if isinstance(a, float)]
     if len(step.args) != 2 or len(numbers) != 1:
-        raise Stays(f"{step.op} of its scores takes no number")
+        raise Stays(f"{step.op} of its scores is not by a number")
     (number,) = numbers
     if step.op == "mul":
         return number
@@ -107,7 +107,7 @@ def _kind(site: AttentionSite, step: Step, prove: Prove) -> str:
         _check_fill(step.args[1 if hides else 2], prove)
     mask = rest[0]
     if len(rest) != 1 or not isinstance(mask, Operand):
-        raise Stays(f"{step.op} of its scores takes no mask alone")
+        raise Stays(f"{step.op} of its scores takes something other than one mask")
     order = (*site.batch, *site.rows, *site.keys)
     if not len(site.rows) == len(site.keys) == 1:
         raise Stays("its queries or its keys run over several dimensions")
@@ -120,7 +120,7 @@ def _kind(site: AttentionSite, step: Step, prove: Prove) -> str:
 
 
 def _check_fill(fill: object, prove: Prove) -> None:
-    """What hidden keys have in place of a score must leave them no weight at all."""
+    """The score of hidden keys must leave them no weight at all."""
     if isinstance(fill, float) and fill <= _LOWEST:
         return
     if not isinstance(fill, Operand):
@@ -130,4 +130,4 @@ def _check_fill(fill: object, prove: Prove) -> None:
     except Stays:
         is_least = False
     if not is_least:
-        raise Stays(f"its hidden keys have a score of {called(fill.node)}, not known as the least")
+        raise Stays(f"its hidden keys have a score of {called(fill.node)}, not known to be lowest")

@@ -4,8 +4,8 @@
 
 in all the forms that `fx_fuser.graph.attention` describes, where the tail is a scale and, at most,
 masks that are proven causal or all true (`fx_fuser.passes.masks`). `scaled_dot_product_attention`
-and `F.multi_head_attention_forward` too, where torch computes these by the formula: of heads of
-keys that are for several of queries, of other than four dimensions, and for weights that nobody
+and `F.multi_head_attention_forward` too, where torch computes these by the formula: where several
+query heads share a head of keys, with other than four dimensions, and for weights that nobody
 reads. Inductor's graph then has the operation that `fx_fuser.passes.attention_split` replaces. So
 it is done only where that pass would take it, and where our kernel is measured to be faster than
 what is written (`clock`).
@@ -42,8 +42,8 @@ COUNTER = "fx_fuser_by_hand"  # in `torch._dynamo.utils.counters`: "attention" â
 
 @dataclass(frozen=True)
 class ByHand:
-    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it a call
-    of torch's fused one now?  stays: why not, where that was asked."""
+    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it now
+    torch's fused call?  stays: why not, if it was tried."""
 
     found: AttentionSite | Refused
     is_edit: bool = False
@@ -59,19 +59,19 @@ class Rewritten:
 
 
 def is_asked(options: Options, inputs: Sequence[Any]) -> bool:
-    """Will the pass run that takes torch's fused attention?  inputs: of Dynamo's graph."""
+    """Will the pass run that replaces torch's fused attention?  inputs: of Dynamo's graph."""
     asked = options.takes_masks and not options.exported
     return asked and products.kernels_for(options, inputs) is not None
 
 
 def attentions(view: View, strict: bool) -> list[AttentionSite | Refused]:
-    """Those of a graph; none, unless strict, where looking for them fails."""
+    """The attentions of a graph; none if looking for them fails, which raises if strict."""
     try:
         return find(view)
     except Exception:
         if strict:
             raise
-        log.info("no attention is looked for", exc_info=True)
+        log.info("looking for attentions failed", exc_info=True)
         return []
 
 
@@ -79,7 +79,7 @@ def rewrite(graph: Graph, scope: Scope, options: Options) -> Rewritten:
     """Rewrite the attentions of a graph that gain: those on CUDA, or with "cpu_ops" those on a CPU,
     which are not timed.
 
-    scope: the nodes of the graph, behind its caller's.
+    scope: the nodes of the graph, after its caller's.
     """
     view, known, made = View(graph), Proofs(), Rewritten()
     for one in attentions(view, options.strict):
@@ -103,8 +103,8 @@ _Edit = Callable[[Prove], None]  # raises Stays, before it changes anything
 def _edit_of(
     view: View, one: AttentionSite | Refused, options: Options
 ) -> tuple[str, _Edit | None]:
-    """Why torch computes its own call by the formula, empty of what is written by hand; and what
-    rewrites the attention, None where none is to be tried."""
+    """Why torch computes its own call by the formula, empty if written by hand; and what rewrites
+    the attention, None if nothing is to be tried."""
     query = argument_of(one.node, 0, "query") if isinstance(one, Refused) else one.q.node
     value = meta_tensor(query) if isinstance(query, Node) else None
     if value is None or value.device.type != ("cpu" if options.cpu_ops else "cuda"):
@@ -126,11 +126,11 @@ def _why_formula(node: Node) -> str:
         return f"its query has {query.ndim} dimensions"
     if is_same(query.shape[1], key.shape[1]):
         return ""
-    return "a head of its keys is for several of its queries"
+    return "several query heads share a head of keys"
 
 
 def _why_it_stays(edit: _Edit, prove: Prove, strict: bool) -> str:
-    """Rewrites an attention, and returns nothing, or why not."""
+    """Rewrites an attention. Returns why not, or nothing."""
     try:
         edit(prove)
     except Stays as stays:
@@ -148,11 +148,11 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
     end, region = site.result.node, view.region[site.node]
     was = meta_tensor(end)
     if type(was) is not FakeTensor:
-        raise Stays("its result is no plain tensor")
+        raise Stays("its result is not a plain tensor")
     _check_whole(site)
     plain, layout = plain_of(site, prove), Layout.of(site)
     if was.requires_grad and _is_written(view, site):
-        raise Stays("its result is written to, and a kernel's backward reads that")
+        raise Stays("its result is written to, and a kernel's backward reads it")
     calls = Calls(site.node, region)
     try:
         query = layout.query(calls)
@@ -162,7 +162,7 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
         given = {"is_causal": plain.causal, "scale": plain.scale}
         made = calls.function(F.scaled_dot_product_attention, query, key, value, **given)
         last = layout.result(calls, made)
-        if last is made and end is not site.node:  # `end` stands behind what may write to operands
+        if last is made and end is not site.node:  # `end` comes after what may write to operands
             last = calls.method("expand", made, *[-1] * was.ndim)
         _keep(end, last.meta["example_value"])
     except (Stays, strides.StridesError) as error:
@@ -178,7 +178,7 @@ def _check_whole(site: AttentionSite) -> None:
     """Raises Stays where an attention before it in the graph has taken a part of it."""
     known = (*site.nodes, *site.views, *(operand.node for operand in site.operands))
     if any(node._erased for node in known):
-        raise Stays("a part of it is of another attention")
+        raise Stays("a part of it belongs to another attention")
 
 
 def _is_written(view: View, site: AttentionSite) -> bool:

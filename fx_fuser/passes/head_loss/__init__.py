@@ -1,21 +1,21 @@
-"""Linear, then cross entropy of its rows → one op without the logits, or of those that stay.
+"""Linear, then cross entropy of its rows → one op without the logits, or of logits that stay.
 
     F.cross_entropy(F.linear(x, weight, bias)[…, :-1, :].float().view(-1, V), labels)
 
-Between the two stand casts and what moves or drops rows: it is applied to x instead. A multiple of
-the logits, as by a temperature, and a soft cap, tanh(z / c) · c, are the op's own. The loss is
-any call that torch.compile records as `F.cross_entropy`, so also nn.CrossEntropyLoss and the losses
-of transformers' models, or as `F.nll_loss` of a `log_softmax`, or what a `gather` picks of one, the
-log-probabilities of reinforcement learning. `fx_fuser.ops.head_loss` says what
-is computed, and what that saves.
+Between the two there may be casts and operations that move or drop rows, which are applied to x
+instead. The op itself scales the logits, as by a temperature, and applies a soft cap,
+tanh(z / c) · c. The loss is any call that torch.compile records as `F.cross_entropy`, so also
+nn.CrossEntropyLoss and the losses of transformers' models, or as `F.nll_loss` of a `log_softmax`,
+or what a `gather` picks of one, the log-probabilities of reinforcement learning.
+`fx_fuser.ops.head_loss` says what is computed, and what that saves.
 
-The op without logits makes the gradients in forward. Where the graph returns logits, or reads them
-without a gradient, as for an accuracy, where each row has a loss of its own, and in a checkpoint,
-which runs forward twice, the Linear stays, and the loss is an op that reads what it wrote
-(`fx_fuser.ops.head_kept`). So does one with a log-sum-exp of the same logits, as of a penalty on
-it, and what a gather picks of logits beside that (`fx_fuser.passes.head_loss.parts`).
+The op without logits makes the gradients in forward. In some cases the Linear stays, and the loss
+is an op that reads its logits (`fx_fuser.ops.head_kept`): where the graph returns logits, or reads
+them without a gradient, as for an accuracy; where each row has a loss of its own; and in a
+checkpoint, which runs forward twice. It also stays where a log-sum-exp of the same logits is read,
+as for a penalty on it, perhaps with a gather of logits (`fx_fuser.passes.head_loss.parts`).
 
-A loss stays as written where the logits are small: then a library's one gemm and one pass are as
+A loss stays as written where the logits are small: then the library's gemm and one pass are as
 fast.
 """
 
@@ -54,8 +54,8 @@ from fx_fuser.passes.head_loss.rewrite import rewrite
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
 COUNTER = "fx_fuser_heads"
-# By rule, not by a contest, which would have to run the step's largest gemms while it compiles,
-# with all their logits. Fewer bytes of logits may lie in L2, where softmax's passes cost little. A
+# By rule, not by a contest, which would have to run the step's largest gemms with all their logits
+# while compiling. Fewer bytes of logits may fit into L2, where softmax's passes cost little. A
 # piece costs the host some 60 us, in which an H200 multiplies 2048 rows, 8192 columns, 512 wide.
 _LEAST = 64 << 20
 _LEAST_COLUMNS = 8192
@@ -63,10 +63,10 @@ _LEAST_COLUMNS = 8192
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """A loss behind a Linear. node: of the loss. bytes: of logits and their gradient that a
-    training step does not hold at once any more; None where the sizes are unknown. reason: why it
-    stays as written. stay: do others read the logits? returned: those that the graph returns, whose
-    gradient comes from outside."""
+    """A loss after a Linear. node: the loss. bytes: of logits and their gradient that a training
+    step no longer holds at once; None where the sizes are unknown. reason: why it stays as written.
+    stay: do others read the logits?  returned: those that the graph returns, whose gradient comes
+    from outside."""
 
     node: Node
     bytes: int | None = None
@@ -97,7 +97,7 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
                 continue
             heads = heads_of(view, node, head)
             if not any(is_loss(n) or is_pick(n) for n in heads):
-                continue  # a log-sum-exp of its own
+                continue  # a log-sum-exp without a loss
             done |= heads.keys()
             fused = _fuse(view, node, heads, options, is_body)
         except Stays as stays:
@@ -108,7 +108,7 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
             log.info("a loss is left as it is", exc_info=error)
         else:
             found.append(fused)
-            view = None  # of the graph as it was
+            view = None  # the graph has changed
     return found
 
 
@@ -118,7 +118,7 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
 def _fuse(
     view: View, node: Node, heads: dict[Node, Head], options: Options, is_body: bool
 ) -> HeadLoss:
-    """Raises Stays, before it changes anything. heads: of what is one op with the node, too."""
+    """Raises Stays, before it changes anything. heads: of all nodes that become one op with it."""
     parts = parts_of(view, heads)
     head, node = heads[parts.loss], parts.loss
     for one in heads.values():
@@ -134,7 +134,7 @@ def _fuse(
     is_alone = len(heads) == 1
     if not is_alone:
         _check_unwritten(view, heads)
-    # Of a row's own loss forward does not know the gradient, and a checkpoint runs it twice.
+    # Forward does not know the gradient of a loss per row, and a checkpoint runs it twice.
     waits = parts.given.reduction == "none" or is_body
     stay = not is_alone or bool(others) or (waits and value_of(node).requires_grad)
     saved = _gain(head, stay, is_returned, options)
@@ -145,14 +145,14 @@ def _fuse(
 
 def _check_unwritten(view: View, heads: dict[Node, Head]) -> None:
     if any(_is_written(view, head, view.nodes[-1]) for head in heads.values()):
-        raise Stays("something is written behind its Linear")
+        raise Stays("something is written after its Linear")
 
 
 def _check_head(view: View, head: Head) -> None:
     site, loss = head.head, head.nodes[0]
     region = view.region[loss]
     if head.kind not in SIXTEEN_BITS:
-        raise Stays(f"its logits are of {head.kind}, not of 16 bits")
+        raise Stays(f"its logits are {head.kind}, not 16-bit")
     if head.kind is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         raise Stays("torch's setting lets gemms add in fp16")
     kinds = {value_of(n).dtype for n in head.nodes[1:]}
@@ -160,7 +160,7 @@ def _check_head(view: View, head: Head) -> None:
         raise Stays(f"its logits are cast to {', '.join(sorted(map(str, kinds - {head.kind})))}")
     operands = [n for n in site.operands.values() if n is not None]
     if any(type(meta_tensor(n)) is not FakeTensor for n in operands):
-        raise Stays("an operand of its Linear is no plain tensor")
+        raise Stays("an operand of its Linear is not a plain tensor")
     trains = all(value_of(n).requires_grad for n in head.nodes)
     regions = {view.region[n].beside_autocast(trains) for n in (*head.nodes, *site.nodes)}
     if region.functional_level() is not None or len(regions) > 1:
@@ -193,14 +193,14 @@ def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -
         if value not in head.logits or not (reader is output or _is_aside(reader)):
             raise Stays(said)
         if not value_of(loss).requires_grad:
-            raise Stays(f"{said}, and nothing wants a gradient")
-    results = output.args[0]  # of DDPOptimizer's graphs perhaps one alone
+            raise Stays(f"{said}, and nothing requires a gradient")
+    results = output.args[0]  # a graph of DDPOptimizer may return a single value
     if not isinstance(results, (tuple, list)) or not all(isinstance(n, Node) for n in results):
         raise Stays("the graph's results are not a list of values")
-    if not reads_all(head):  # the kernels want rows one behind the other
+    if not reads_all(head):  # the kernels need consecutive rows
         raise Stays("the loss reads some rows of logits that others read as well")
     if _is_written(view, head, output):
-        raise Stays("something is written behind its Linear")
+        raise Stays("something is written after its Linear")
 
 
 def _is_aside(reader: Node) -> bool:
@@ -210,8 +210,8 @@ def _is_aside(reader: Node) -> bool:
 
 
 def _gain(head: Head, stay: bool, is_returned: bool, options: Options) -> int | None:
-    """Bytes that a step does not hold at once any more: of the logits and their gradients, but for
-    a piece. None where the number of rows depends on data."""
+    """Bytes of logits and their gradients that a step no longer holds at once: all but a piece.
+    None where the number of rows depends on data."""
     logits = value_of(head.nodes[1])
     count, columns = hint_of(logits.numel()), hint_of(logits.shape[-1])
     itemsize, weight = head.kind.itemsize, head.head.operands["weight"]
@@ -225,14 +225,14 @@ def _gain(head: Head, stay: bool, is_returned: bool, options: Options) -> int | 
     wanted = OPERANDS if trains else ()
     pieces = pieces_of(count // columns, value_of(weight), head.kind, wanted)
     piece = pieces.rows * width_of(columns) * itemsize
-    # A graph that returns logits gets a gradient of theirs, of zeros.
+    # A graph that returns logits gets a gradient for them, of zeros.
     return max((1 + trains - stay + is_returned) * whole - piece, 0)
 
 
 def _check_size(whole: int | None, columns: int) -> None:
     """whole: bytes of the logits."""
     if whole is None:
-        raise Stays("how many logits it has is not known when compiling")
+        raise Stays("its number of logits is not known when compiling")
     if whole < _LEAST:
         raise Stays(f"its logits take {whole >> 20} MiB, less than {_LEAST >> 20}")
     if columns < _LEAST_COLUMNS:
@@ -252,5 +252,5 @@ def _check_kernel(head: Head, tail: Tail, options: Options) -> None:
     except BuildError as error:
         if options.strict:
             raise
-        warnings.warn(f"fx_fuser leaves a loss as it is written: {error}", stacklevel=2)
+        warnings.warn(f"fx_fuser leaves a loss as written: {error}", stacklevel=2)
         raise Stays(str(error)) from error

@@ -1,11 +1,11 @@
-"""What of a graph is one op: a loss, and log-sum-exps of the same logits.
+"""Which nodes of a graph are one op: a loss, and log-sum-exps of the same logits.
 
     lse = logits.logsumexp(-1)
     F.cross_entropy(logits, labels) + 1e-4 * lse.square().mean()
     lse - logits.gather(-1, labels[..., None]).squeeze(-1)
 
-Each has a gradient of its own for each row, and all are made of the same softmax: so their
-gradients by the logits are one.
+Each has a gradient of its own for each row, and all use the same softmax: so their gradients with
+respect to the logits are computed at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 
 _VIEWS = {"view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous"}
-_NO_LABEL = -(1 << 63)  # which a gather ignores
-# Their arguments behind input and target, and the defaults. The last one is of cross_entropy alone.
+_NO_LABEL = -(1 << 63)  # no index of a gather: it ignores none
+# Losses' arguments after input and target, and their defaults. Only cross_entropy has the last one.
 _ARGUMENTS = {
     "weight": None,
     "size_average": None,
@@ -48,7 +48,7 @@ _ARGUMENTS = {
 
 
 class Stays(Exception):
-    """Why a loss behind a Linear stays as written."""
+    """Why a loss after a Linear stays as written."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Given:
 
 @dataclass(frozen=True)
 class Parts:
-    """loss: the one loss or gather of logits, given: what it is given, labels: these in any form.
-    tail: between the Linear and all of them. steps: of rows. at: the node before which the op is
-    made."""
+    """loss: the one loss or gather of logits. given: what it is given. labels: its labels, in any
+    shape. tail: between the Linear and all of them. steps: of rows. at: the node before which the
+    op is made."""
 
     loss: Node
     given: Given
@@ -76,8 +76,8 @@ class Parts:
 
 
 def heads_of(view: View, node: Node, head: Head) -> dict[Node, Head]:
-    """Of the node, and if a log-sum-exp is among them, of whatever else with a gradient reads the
-    logits of its Linear as a loss does."""
+    """The head of the node; with a log-sum-exp among them, also those of all other losses,
+    log-sum-exps and gathers with a gradient that read the logits of its Linear."""
     found = {node: head}
     for other in view.nodes:
         if other is node or not (is_loss(other) or is_log_sum_exp(other) or is_pick(other)):
@@ -121,7 +121,7 @@ def _moves(head: Head) -> tuple[Step, ...]:
 
 
 def _made_of(labels: Node) -> list[Node]:
-    """They, and what has them in the same order before each view. The last one is none."""
+    """The labels, and what has them in the same order before each view. The last is not a view."""
     found = [labels]
     while called_name(labels) in _VIEWS and is_torchs(labels):
         before = labels.args[0] if labels.args else None
@@ -134,7 +134,7 @@ def _made_of(labels: Node) -> list[Node]:
 
 
 def _are_written(view: View, labels: Sequence[Node], at: Node, loss: Node) -> bool:
-    """Do they change between what the op reads and what the loss did, or may they?"""
+    """May the labels change between where the op reads them and where the loss did?"""
     read = [view.order[n] for n in (*labels[:-1], at, loss)]
     nodes = view.nodes[min(read) : max(read)]
     written = storages(n for one in nodes for n in view.writers.get(one, ()))
@@ -142,7 +142,7 @@ def _are_written(view: View, labels: Sequence[Node], at: Node, loss: Node) -> bo
 
 
 def _place(view: View, heads: dict[Node, Head], labels: Node, are_whole: bool) -> Node:
-    """Behind everything that the op reads, and before everything that reads its results."""
+    """After everything that the op reads, and before everything that reads its results."""
     first, *_, last = sorted(heads, key=view.order.__getitem__)
     readers = [n for node in heads for n in view.readers[node]]
     if all(view.order[n] > view.order[last] for n in readers):
@@ -161,11 +161,11 @@ def _reduced(node: Node) -> Given:
         raise Stays("it has class weights")
     smoothing = given["label_smoothing"]
     if not is_number(smoothing) or not 0.0 <= smoothing < 1.0:
-        raise Stays(f"its label smoothing is {smoothing}, no number below 1")
+        raise Stays(f"its label smoothing is {smoothing}, not a number from 0 to below 1")
     if given["size_average"] is not None or given["reduce"] is not None:
         raise Stays("it has arguments that torch has deprecated")
     if type(given["ignore_index"]) is not int:
-        raise Stays("its ignore_index is no number")
+        raise Stays("its ignore_index is not an int")
     logits, labels = (argument_of(node, i, n) for i, n in enumerate(("input", "target")))
     if value_of(logits).ndim != 2 or _indices(labels).ndim != 1:
         raise Stays("its input is not [rows, classes]")
@@ -175,15 +175,15 @@ def _reduced(node: Node) -> Given:
 def _indices(labels: Any) -> Any:
     target = meta_tensor(labels) if isinstance(labels, Node) else None
     if type(target) is not FakeTensor or target.dtype is not torch.int64:
-        raise Stays("its target is no tensor of indices")
+        raise Stays("its target is not a tensor of indices")
     return target
 
 
 def _picked(node: Node) -> Given:
-    """Of a gather, of log-probabilities or of logits."""
+    """What a gather, of log-probabilities or of logits, is given."""
     likely, dim, index = (argument_of(node, i, n) for i, n in enumerate(("input", "dim", "index")))
     *rows, of_row = _indices(index).shape
     is_one_a_row = dim in (-1, len(rows)) and of_row == 1 and rows == [*value_of(likely).shape[:-1]]
     if not is_one_a_row or argument_of(node, 3, "sparse_grad"):
-        raise Stays("it does not pick one value a row")
+        raise Stays("it does not pick one value per row")
     return Given(index, _NO_LABEL, "none")

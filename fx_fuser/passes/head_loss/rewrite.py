@@ -1,4 +1,4 @@
-"""Makes a loss behind a Linear an op."""
+"""Replaces a loss after a Linear by an op."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _is_returned(view: View, head: Head) -> bool:
 
 
 def _erase_dead(heads: dict[Node, Head]) -> None:
-    """What nobody reads any more between the Linear and its losses."""
+    """Erase what nothing reads any more between the Linear and its losses."""
     erased = set[Node]()
     for head in heads.values():
         for dead in head.nodes[1:]:
@@ -67,7 +67,7 @@ def _erase_dead(heads: dict[Node, Head]) -> None:
 
 
 def _call_parts(view: View, heads: dict[Node, Head], parts: Parts, *arguments: Any) -> None:
-    """The results of one op in the places of the loss and of each log-sum-exp."""
+    """Put the results of one op in place of the loss and of each log-sum-exp."""
     value = value_of(parts.loss)
     with value.fake_mode, torch.set_grad_enabled(value.requires_grad):
         fake = value_of(next(filter(is_log_sum_exp, heads))).float().flatten()
@@ -116,7 +116,7 @@ def _become_view(node: Node, of: Node, like: Node) -> None:
 
 
 def _call(node: Node, op: Any, *arguments: Any) -> None:
-    """Of a gather, the negative losses of rows in its form."""
+    """Make the node a call of the op; a gather, the negative losses of rows in its shape."""
     if called_name(node) != "gather":
         node.op, node.target, node.args, node.kwargs = "call_function", op, arguments, {}
         return
@@ -131,7 +131,7 @@ def _call(node: Node, op: Any, *arguments: Any) -> None:
 
 
 def _moved(make: Callable[..., Node], of: Node, steps: Sequence[Step]) -> list[Node]:
-    """Rows of x or of logits before the steps and behind each."""
+    """Rows of x or of logits before the steps and after each."""
     found, width = [of], value_of(of).shape[-1]
     for step in steps:
         if step is not None:
@@ -144,9 +144,9 @@ def _moved(make: Callable[..., Node], of: Node, steps: Sequence[Step]) -> list[N
 def _return_operands(
     view: View, head: Head, moved: Sequence[Node], weight: Node, bias: Node | None
 ) -> list[Returned]:
-    """Let the graph return its logits without a gradient, and beside them what they are made of.
+    """Let the graph return its logits without a gradient, and also what they are made of.
 
-    moved: x, behind so many steps each."""
+    moved: x before the steps and after each."""
     output = view.nodes[-1]
     results: list[Any] = [*output.args[0]]
 
@@ -171,7 +171,7 @@ def _return_operands(
 
 
 def _maker(at: Node, node: Node) -> Callable[..., Node]:
-    """Of calls of `MOVES` before a node, under the grad mode of a loss."""
+    """A function that makes calls of `MOVES` before a node, under the grad mode of a loss."""
     value = value_of(node)
 
     def make(name: str, of: Node, *arguments: Any) -> Node:
