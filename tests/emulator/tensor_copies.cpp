@@ -66,7 +66,7 @@ Box box_of(uint32_t address, const void* map, uint32_t barrier, uint32_t blocks,
   if (static_cast<int>(found.rank) != rank) fail("a tensor map of other dimensions", where);
   // Otherwise an H100 reports "illegal instruction" (measured).
   if (at[0] * EmulatedMap::kElementBytes % static_cast<int>(kVectorBytes) != 0) {
-    fail("a box begins at no multiple of 16 bytes", where);
+    fail("a box does not begin at a multiple of 16 bytes", where);
   }
   if (address % kSwizzleRows != 0) fail("a swizzled box is not aligned in shared memory", where);
   return {machine.current, where, map, address, barrier, blocks, {at[0], at[1], at[2], at[3]}, 0};

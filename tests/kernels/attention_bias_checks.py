@@ -256,7 +256,7 @@ def refusals(failures: list[str]) -> None:
         ("queries that batches share", (q[:1].expand_as(q), k, v, bias)),
         ("keys that batches share", (q, k[:1].expand_as(k), v, bias)),
         ("d too large", long),
-        ("d no multiple of 8", short),
+        ("d not a multiple of 8", short),
     ):
         out = torch.zeros(tensors[0].shape, device=CUDA, dtype=q.dtype)
         spec = attention_bias.spec_of(0, q.dtype)

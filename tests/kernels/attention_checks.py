@@ -246,7 +246,7 @@ def refusals(failures: list[str]) -> None:
         ("an address that is not aligned", (q, k, shifted), 1.0),
         ("elements that are not adjacent", (q.mT.contiguous().mT, k, v), 1.0),
         ("shared memory of rows", (q, k[:, :, :1].expand_as(k), v), 1.0),
-        ("d no multiple of 8", (short, short, short), 1.0),
+        ("d not a multiple of 8", (short, short, short), 1.0),
         ("d too large", (long, long, long), 1.0),
         ("no keys", (q, k[:, :, :0], v[:, :, :0]), 1.0),
         ("a negative scale", (q, k, v), -1.0),

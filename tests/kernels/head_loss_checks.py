@@ -215,7 +215,7 @@ def refusals(failures: list[str]) -> None:
         "labels of int32": (logits, labels.int(), losses, scale, 24, IGNORED),
         "losses of float64": (logits, labels, losses.double(), scale, 24, IGNORED),
         "a scale of float64": (logits, labels, losses, scale.double(), 24, IGNORED),
-        "a scale a row": (logits, labels, losses, losses, 24, IGNORED),
+        "a scale per row": (logits, labels, losses, losses, 24, IGNORED),
     }.items():
         _is_refused(failures, what, launch.head_loss, given)
     for tail in (Tail(before=2.0), Tail(after=2.0), Tail(smoothing=0.1)):

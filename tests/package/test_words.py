@@ -12,6 +12,15 @@ ROOT = Path(__file__).parents[2]
 # Phrase, as a regular expression → what to write.
 BANNED = {
     r"(bytes|products) (that )?bound\b": "bandwidth-bound, compute-bound",
+    r"\bno multiple of": "not a multiple of",
+    r"(?<!there )\bis no (anchor|architecture|attention|backend|case|entry)\b": "is not a …",
+    r"(?<!there )\bis no (checkout|file|folder|report|tensor)\b": "is not a …",
+    r"\bin the place of\b": "in place of, instead of",
+    r"\b(one|a number|a scale) a (channel|column|row)\b": "one per channel",
+    r"\bby the clock\b|on the host's clock": "wall time, measured time",
+    r"\bas of `": "as in",
+    r"where git cannot tell": "if there is no git",
+    r"to be charged for": "must not count for",
     r"bound by bytes|bytes do not bound": "bandwidth-bound",
     r"lies? as (they|it) may": "unaligned, any strides",
     r"hides? nothing": "all true",
