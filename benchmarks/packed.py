@@ -3,7 +3,7 @@
     python -m benchmarks.packed [--train]
 
 GPU time of `torch.compile(model)`, and of fx_fuser on the packed one and on the halves, in one
-process, with a cleared L2 cache. docs/patterns.md has the findings.
+process, with a cleared L2 cache. benchmarks/results/packed has the findings.
 """
 
 from __future__ import annotations

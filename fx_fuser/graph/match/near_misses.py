@@ -99,7 +99,7 @@ def _one_off(
 def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
     said = view.canonical(node)
     fusible = said is not None and said.op in OPS and not OPS[said.op].returns_input
-    help = f"register a pattern with {op_of(node)} (see docs/patterns.md)" if fusible else ""
+    help = f"register a pattern with {op_of(node)} (see docs/add_a_pattern.md)" if fusible else ""
     value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
     place = "" if value else at(node)
     fault = Fault(node, f"{value}{op_of(node)}{place}; {what}", help)
