@@ -27,6 +27,13 @@ constexpr int kBlocks = kWindowRows / 8;  // of eight columns, of a warp's score
 constexpr int kSteps = kWindowRows / 16;  // of a product that sums over a window's rows
 constexpr int kScoresD = kWindowRows;     // a matrix of scores is laid out as a tile of this d
 
+template <int kShape>
+struct Shape {
+  static constexpr WindowShape kIs = kWindowShapes[kShape];
+  static constexpr int kD = kIs.d;
+  static constexpr int kTile = kIs.tile_bytes();
+};
+
 // A warp's accumulators of 16 rows: [8 columns][2r + t], row g + 8r, column 2l + t.
 template <int kColumns>
 using Sums = float[kColumns / 8][4];
@@ -40,6 +47,8 @@ __device__ __forceinline__ uint32_t place(int row, int chunk) {
   return row * (kD * 2) + (chunk ^ turn) * 16;
 }
 
+// A thread's place. Made anew for each batch, so that no addresses stay in registers meanwhile.
+// Tiles are aligned so far that what is added to a chunk's number carries nowhere.
 struct Lane {
   int lane = static_cast<int>(ptx::thread_index()) % 32;
   int warp = static_cast<int>(ptx::thread_index()) / 32;
@@ -48,14 +57,20 @@ struct Lane {
 
   __device__ __forceinline__ int row(int r) const { return 16 * warp + g + 8 * r; }
   // Where ldmatrix begins, of rows first... first + 15 and chunks chunk, chunk + 1 of a tile: four
-  // matrices, by rows first, or by chunks first.
+  // matrices, by rows first, or by chunks first. first: a multiple of 16; chunk: of 2.
   template <int kD>
-  __device__ __forceinline__ uint32_t by_rows(int first, int chunk) const {
-    return place<kD>(first + lane % 16, chunk + lane / 16);
+  __device__ __forceinline__ uint32_t by_rows(uint32_t tile, int first, int chunk) const {
+    return ((tile + place<kD>(lane % 16, lane / 16)) ^ 16 * chunk) + first * (2 * kD);
   }
   template <int kD>
-  __device__ __forceinline__ uint32_t by_chunks(int first, int chunk) const {
-    return place<kD>(first + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
+  __device__ __forceinline__ uint32_t by_chunks(uint32_t tile, int first, int chunk) const {
+    const int row = lane / 16 * 8 + lane % 8;
+    return ((tile + place<kD>(row, lane / 8 % 2)) ^ 16 * chunk) + first * (2 * kD);
+  }
+  // Of the two columns of an accumulator.
+  template <int kD>
+  __device__ __forceinline__ uint32_t of_sums(uint32_t tile, int r, int block) const {
+    return ((tile + place<kD>(row(0), 0) + 4 * l) ^ 16 * block) + r * (8 * 2 * kD);
   }
 };
 
@@ -76,11 +91,11 @@ __device__ __forceinline__ void multiply_rows(Sums<kWindowRows>& score, uint32_t
 #pragma unroll
   for (int step = 0; step < kD / 16; ++step) {
     uint32_t a[4];
-    ptx::load_matrices(a, left + at.by_rows<kD>(16 * at.warp, 2 * step));
+    ptx::load_matrices(a, at.by_rows<kD>(left, 16 * at.warp, 2 * step));
 #pragma unroll
     for (int pair = 0; pair < kSteps; ++pair) {
       uint32_t b[4];
-      ptx::load_matrices(b, right + at.by_chunks<kD>(16 * pair, 2 * step));
+      ptx::load_matrices(b, at.by_chunks<kD>(right, 16 * pair, 2 * step));
       ptx::mma_m16n8k16<T>(score[2 * pair], a, b[0], b[1]);
       ptx::mma_m16n8k16<T>(score[2 * pair + 1], a, b[2], b[3]);
     }
@@ -94,7 +109,7 @@ __device__ __forceinline__ void add_product(Sums<kD>& sum, const uint32_t (&a)[4
 #pragma unroll
   for (int pair = 0; pair < kD / 16; ++pair) {
     uint32_t b[4];
-    ptx::load_transposed(b, tile + at.by_rows<kD>(first, 2 * pair));
+    ptx::load_transposed(b, at.by_rows<kD>(tile, first, 2 * pair));
     ptx::mma_m16n8k16<T>(sum[2 * pair], a, b[0], b[1]);
     ptx::mma_m16n8k16<T>(sum[2 * pair + 1], a, b[2], b[3]);
   }
@@ -118,6 +133,26 @@ __device__ __forceinline__ void multiply_scores(Sums<kD>& sum, const Sums<kWindo
   }
 }
 
+// ---- a block's work -----------------------------------------------------------------------------
+
+// What a block has: one head and one bias, and of the batches that share it some.
+struct Part {
+  int period;
+  int head;
+  int first;  // of the batches that share the bias
+  int end;
+
+  __device__ __forceinline__ explicit Part(const WindowArgs& args) {
+    const int slots = args.period * args.heads;
+    const int chunk = static_cast<int>(blockIdx.x) / slots;
+    const int slot = static_cast<int>(blockIdx.x) - chunk * slots;
+    period = slot / args.heads;
+    head = slot - period * args.heads;
+    first = chunk * args.chunk;
+    end = min(first + args.chunk, args.shares);
+  }
+};
+
 // ---- softmax ------------------------------------------------------------------------------------
 
 // The block's bias as its threads have accumulators: each reads what it has written itself.
@@ -129,15 +164,16 @@ struct OwnBias {
   __device__ __forceinline__ float2& of(int block, int r) const {
     return first[(2 * block + r) * kWindowThreads];
   }
-  __device__ __forceinline__ void load(const WindowArgs& args, int period, int head,
-                                       const Lane& at) const {
-    const float* from = args.bias + period * args.bias_stride[0] + head * args.bias_stride[1];
+  __device__ __forceinline__ void load(const WindowArgs& args, const Part& part) const {
+    const Lane at;
+    const float* from =
+        args.bias + part.period * args.bias_stride[0] + part.head * args.bias_stride[1];
     const auto value = [&](int query, int key) {
       if (key >= args.keys) return -__uint_as_float(0x7F800000);
       if (query >= args.queries) return 0.0f;
       return from[query * args.bias_stride[2] + key * args.bias_stride[3]];
     };
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
       const int query = at.row(i % 2);
       const int key = 8 * (i / 2) + 2 * at.l;
@@ -218,7 +254,7 @@ __device__ __forceinline__ void store_rows(const BiasRows& to, int batch, int he
 #pragma unroll
     for (int block = 0; block < kD / 8; ++block) {
       const float* two = &sum[block][2 * r];
-      ptx::store_shared_word(tile + place<kD>(at.row(r), block) + 4 * at.l,
+      ptx::store_shared_word(at.of_sums<kD>(tile, r, block),
                              packed<T>(two[0] * factor[r], two[1] * factor[r]));
     }
   }
@@ -236,31 +272,14 @@ __device__ __forceinline__ void store_rows(const BiasRows& to, int batch, int he
   }
 }
 
-// What a block has: one head and one bias, and of the batches that share it some.
-struct Part {
-  int period;
-  int head;
-  int first;  // of the batches that share the bias
-  int end;
-
-  __device__ __forceinline__ explicit Part(const WindowArgs& args) {
-    const int slots = args.period * args.heads;
-    const int chunk = static_cast<int>(blockIdx.x) / slots;
-    const int slot = static_cast<int>(blockIdx.x) - chunk * slots;
-    period = slot / args.heads;
-    head = slot - period * args.heads;
-    first = chunk * args.chunk;
-    end = min(first + args.chunk, args.shares);
-  }
-};
-
 // For each batch compute(tiles, batch), once tiles are there, which copy(to, batch) begins to copy.
 template <class Copy, class Compute>
 __device__ __forceinline__ void for_batches(const WindowArgs& args, const Part& part,
-                                            uint32_t shared, int stage_bytes, const Copy& copy,
-                                            const Compute& compute) {
+                                            const OwnBias& bias, uint32_t shared, int stage_bytes,
+                                            const Copy& copy, const Compute& compute) {
   const auto batch_of = [&](int nth) { return nth * args.period + part.period; };
   copy(shared, batch_of(part.first));
+  bias.load(args, part);
   int stage = 0;
 #pragma unroll 1
   for (int nth = part.first; nth < part.end; ++nth) {
@@ -276,22 +295,21 @@ __device__ __forceinline__ void for_batches(const WindowArgs& args, const Part& 
 
 template <class T, int kShape>
 __device__ __forceinline__ void run_forward(const WindowArgs& args) {
-  constexpr int kD = kWindowShapes[kShape].d;
-  constexpr int kTile = kWindowShapes[kShape].tile_bytes();
+  constexpr int kD = Shape<kShape>::kD;
+  constexpr int kTile = Shape<kShape>::kTile;
   constexpr int kStage = 3 * kTile;
   extern __shared__ __align__(1024) uint8_t storage[];
-  const Lane at;
   const Part part(args);
   const OwnBias bias(storage + kWindowStages * kStage);
-  bias.load(args, part.period, part.head, at);
   for_batches(
-      args, part, ptx::shared_address(storage), kStage,
+      args, part, bias, ptx::shared_address(storage), kStage,
       [&](uint32_t to, int batch) {
         copy_tile<T, kD>(to, args.q, batch, part.head, args.queries, args.d);
         copy_tile<T, kD>(to + kTile, args.k, batch, part.head, args.keys, args.d);
         copy_tile<T, kD>(to + 2 * kTile, args.v, batch, part.head, args.keys, args.d);
       },
       [&](uint32_t q, int batch) {
+        const Lane at;
         Sums<kWindowRows> score;
         Sums<kD> result;
         float sum[2];

@@ -48,8 +48,7 @@ __device__ __forceinline__ void put_scores(uint32_t to, const Sums<kWindowRows>&
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float* two = &score[block][2 * r];
-      ptx::store_shared_word(to + place<kScoresD>(at.row(r), block) + 4 * at.l,
-                             packed<T>(two[0], two[1]));
+      ptx::store_shared_word(at.of_sums<kScoresD>(to, r, block), packed<T>(two[0], two[1]));
     }
   }
 }
@@ -63,7 +62,7 @@ __device__ __forceinline__ void multiply_transposed(Sums<kD>& sum, uint32_t scor
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a[4];
-    ptx::load_transposed(a, score + at.by_chunks<kScoresD>(16 * step, 2 * at.warp));
+    ptx::load_transposed(a, at.by_chunks<kScoresD>(score, 16 * step, 2 * at.warp));
     add_product<T, kD>(sum, a, tile, 16 * step, at);
   }
 }
@@ -86,20 +85,18 @@ __device__ __forceinline__ void store_bias_gradient(const WindowArgs& args,
 
 template <class T, int kShape>
 __device__ __forceinline__ void run_backward(const WindowArgs& args) {
-  constexpr int kD = kWindowShapes[kShape].d;
-  constexpr int kTile = kWindowShapes[kShape].tile_bytes();
+  constexpr int kD = Shape<kShape>::kD;
+  constexpr int kTile = Shape<kShape>::kTile;
   constexpr int kStage = 4 * kTile;
   constexpr int kMatrix = kWindowScores * 2;
   extern __shared__ __align__(1024) uint8_t storage[];
-  const Lane at;
   const Part part(args);
   const uint32_t weights_at = ptx::shared_address(storage) + kWindowStages * kStage;
   const uint32_t gradients_at = weights_at + kMatrix;
   const OwnBias bias(storage + kWindowStages * kStage + 2 * kMatrix);
-  bias.load(args, part.period, part.head, at);
   Sums<kWindowRows> d_bias = {};
   for_batches(
-      args, part, ptx::shared_address(storage), kStage,
+      args, part, bias, ptx::shared_address(storage), kStage,
       [&](uint32_t to, int batch) {
         copy_tile<T, kD>(to, args.q, batch, part.head, args.queries, args.d);
         copy_tile<T, kD>(to + kTile, args.k, batch, part.head, args.keys, args.d);
@@ -107,6 +104,7 @@ __device__ __forceinline__ void run_backward(const WindowArgs& args) {
         copy_tile<T, kD>(to + 3 * kTile, args.d_out, batch, part.head, args.queries, args.d);
       },
       [&](uint32_t q, int batch) {
+        const Lane at;
         const uint32_t k = q + kTile;
         const uint32_t v = q + 2 * kTile;
         const uint32_t d_out = q + 3 * kTile;
@@ -139,7 +137,7 @@ __device__ __forceinline__ void run_backward(const WindowArgs& args) {
         store(args.d_k, args.keys, d_key, scale, k);
         store(args.d_v, args.keys, d_value, one, v);
       });
-  if (args.d_bias != nullptr) store_bias_gradient(args, d_bias, at);
+  if (args.d_bias != nullptr) store_bias_gradient(args, d_bias, Lane());
 }
 
 // to = the sum over chunks, in one order.

@@ -1,4 +1,5 @@
-"""Dynamo's graph → the same, with fp32 attention written by hand as a call of torch's fused one.
+"""Dynamo's graph → the same, with attention written by hand as one call: in fp32 of torch's fused
+attention, in 16 bits with a bias of fx_fuser's (`windows`).
 
     (q @ k.mT * scale).masked_fill(hidden, -inf).softmax(-1) @ v
 
@@ -31,9 +32,9 @@ from fx_fuser.graph.read.nodes import argument_of, as_written, meta_tensor, stor
 from fx_fuser.graph.read.view import View
 from fx_fuser.options import Options
 from fx_fuser.passes import masks, products, strides
-from fx_fuser.passes.by_hand import clock, multi_head
+from fx_fuser.passes.by_hand import clock, multi_head, windows
 from fx_fuser.passes.by_hand.layout import Calls, Layout
-from fx_fuser.passes.by_hand.plain import Prove, plain_of
+from fx_fuser.passes.by_hand.plain import Plain, Prove, plain_of
 from fx_fuser.passes.masks import FORM, FORMULA, Mask, Proofs, Scope, Stays
 
 log = logging.getLogger("fx_fuser.passes.by_hand")
@@ -42,8 +43,8 @@ COUNTER = "fx_fuser_by_hand"  # in `torch._dynamo.utils.counters`: "attention" �
 
 @dataclass(frozen=True)
 class ByHand:
-    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it a call
-    of torch's fused one now?  stays: why not, where that was asked."""
+    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it one
+    call now, of torch's fused one or of fx_fuser's?  stays: why not, where that was asked."""
 
     found: AttentionSite | Refused
     is_edit: bool = False
@@ -150,17 +151,17 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
     if type(was) is not FakeTensor:
         raise Stays("its result is no plain tensor")
     _check_whole(site)
-    plain, layout = plain_of(site, prove), Layout.of(site)
+    is_window = windows.has_bias(site)
+    plain = None if is_window else plain_of(site, prove)
+    layout = Layout.of(site)
     if was.requires_grad and _is_written(view, site):
         raise Stays("its result is written to, and a kernel's backward reads that")
     calls = Calls(site.node, region)
     try:
-        query = layout.query(calls)
-        (first_key, key), (first_value, value) = layout.keys(calls), layout.values(calls)
-        operands = [n.meta["example_value"] for n in (query, first_key, first_value)]
-        clock.check(operands, plain, was.requires_grad, options.cpu_ops, options.strict)
-        given = {"is_causal": plain.causal, "scale": plain.scale}
-        made = calls.function(F.scaled_dot_product_attention, query, key, value, **given)
+        if plain is None:
+            made = windows.call(layout, calls, was.requires_grad, options)
+        else:
+            made = _call(layout, calls, plain, was.requires_grad, options)
         last = layout.result(calls, made)
         if last is made and end is not site.node:  # `end` stands behind what may write to operands
             last = calls.method("expand", made, *[-1] * was.ndim)
@@ -172,6 +173,16 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
         calls.undo()
         raise
     _put(site, last)
+
+
+def _call(layout: Layout, calls: Calls, plain: Plain, trains: bool, options: Options) -> Node:
+    """Of torch's fused attention."""
+    query = layout.query(calls)
+    (first_key, key), (first_value, value) = layout.keys(calls), layout.values(calls)
+    operands = [n.meta["example_value"] for n in (query, first_key, first_value)]
+    clock.check(operands, plain, trains, options.cpu_ops, options.strict)
+    given = {"is_causal": plain.causal, "scale": plain.scale}
+    return calls.function(F.scaled_dot_product_attention, query, key, value, **given)
 
 
 def _check_whole(site: AttentionSite) -> None:
