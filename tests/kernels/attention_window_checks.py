@@ -88,7 +88,9 @@ def results(call: Run, tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
     return [out, *call(BACKWARD, d_out, *operands, specs[1].name, scale, True)]
 
 
-def judge(failures: list[str], what: str, call: Run, tensors: Sequence[Tensor], scale: float) -> None:
+def judge(
+    failures: list[str], what: str, call: Run, tensors: Sequence[Tensor], scale: float
+) -> None:
     """Is each error at most MOST times that of the formula in 16 bits?"""
     dtype = tensors[0].dtype
     wanted, theirs = (formula(tensors, scale, dtype, rounds) for rounds in (False, True))
@@ -174,5 +176,3 @@ def without_gradient_of_bias(failures: list[str], call: Run) -> None:
     if [len(one) for one in made] != [4, 3]:
         failures.append(f"results: {[len(one) for one in made]}")
     failures += [f"{name} differs" for name, a, b in zip(NAMES[1:], *made) if not torch.equal(a, b)]
-
-

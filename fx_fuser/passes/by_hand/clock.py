@@ -190,7 +190,7 @@ class Windows:
         if loaded(needed, query.device, "attention", strict) != {*needed}:
             return "its kernel does not build"
         key = "attention of windows", *self.forms.items(), self.scale, self.trains
-        times = contest.times(key, self._candidates, query.device)
+        times = contest.times(key, self.candidates, query.device)
         if isinstance(times, str):
             return times
         by_hand, fused = (took.gpu for took in times)
@@ -199,7 +199,8 @@ class Windows:
             return ""
         return f"{by_hand:.3g} ms as it is written, {fused:.3g} fused"
 
-    def _candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[Candidate]:
+        """As it is written, by the library; fused."""
         query, bias = self.forms["query"], self.forms["bias"]
         generator = torch.Generator(query.device).manual_seed(0)
         tensors = [form.random(generator) for form in self.forms.values()]
