@@ -112,11 +112,11 @@ def _composite(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, compute: torch.dtype
 ) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
-        given = *(t.to(compute) for t in (q, k, v)), bias.float(), scale
+        q, k, v, bias = *(t.to(compute) for t in (q, k, v)), bias.float()
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias)):
-            made: Tensor = _Window.apply(*given)
+            made: Tensor = _Window.apply(q, k, v, bias, scale)
             return made
-        return _called(*given)
+        return _called(q, k, v, bias, scale)
 
 
 # compute: of products and of the result. AOTAutograd sees through it.

@@ -59,10 +59,13 @@ class Rewritten:
     of_torch: list[Mask] = field(default_factory=list)
 
 
-def is_asked(options: Options, inputs: Sequence[Any]) -> bool:
-    """Will the pass run that takes torch's fused attention?  inputs: of Dynamo's graph."""
-    asked = options.takes_masks and not options.exported
-    return asked and products.kernels_for(options, inputs) is not None
+def asked(options: Options, inputs: Sequence[Any]) -> frozenset[torch.dtype]:
+    """The dtypes of attentions that are to be rewritten. In fp32 those of which the pass will run
+    that takes torch's fused attention. inputs: of Dynamo's graph."""
+    if not options.takes_masks or options.exported:
+        return frozenset()
+    of_fp32 = products.kernels_for(options, inputs) is not None
+    return frozenset({torch.float32} if of_fp32 else ()) | windows.asked(options, inputs)
 
 
 def attentions(view: View, strict: bool) -> list[AttentionSite | Refused]:
@@ -76,15 +79,17 @@ def attentions(view: View, strict: bool) -> list[AttentionSite | Refused]:
         return []
 
 
-def rewrite(graph: Graph, scope: Scope, options: Options) -> Rewritten:
+def rewrite(
+    graph: Graph, scope: Scope, options: Options, dtypes: frozenset[torch.dtype]
+) -> Rewritten:
     """Rewrite the attentions of a graph that gain: those on CUDA, or with "cpu_ops" those on a CPU,
     which are not timed.
 
-    scope: the nodes of the graph, behind its caller's.
+    scope: the nodes of the graph, behind its caller's. dtypes: of results.
     """
     view, known, made = View(graph), Proofs(), Rewritten()
     for one in attentions(view, options.strict):
-        why, edit = _edit_of(view, one, options)
+        why, edit = _edit_of(view, one, options, dtypes)
         if edit is None:
             made.by_hand += [ByHand(one)] if one.is_by_hand else []
             continue
@@ -102,13 +107,15 @@ _Edit = Callable[[Prove], None]  # raises Stays, before it changes anything
 
 
 def _edit_of(
-    view: View, one: AttentionSite | Refused, options: Options
+    view: View, one: AttentionSite | Refused, options: Options, dtypes: frozenset[torch.dtype]
 ) -> tuple[str, _Edit | None]:
     """Why torch computes its own call by the formula, empty of what is written by hand; and what
     rewrites the attention, None where none is to be tried."""
     query = argument_of(one.node, 0, "query") if isinstance(one, Refused) else one.q.node
     value = meta_tensor(query) if isinstance(query, Node) else None
     if value is None or value.device.type != ("cpu" if options.cpu_ops else "cuda"):
+        return "", None
+    if (value.dtype if isinstance(one, Refused) else one.dtype) not in dtypes:
         return "", None
     if isinstance(one, Refused):
         why = multi_head.why_formula(one.node)

@@ -10,20 +10,37 @@ period of batches: a learned bias is one for all, with a mask of windows one for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from fx_fuser.graph.attention.site import SCORE, AttentionSite, Operand, Step
 from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.kernels.attention.bias import DTYPES
+from fx_fuser.kernels.attention.window import spec_of
+from fx_fuser.native import load
 from fx_fuser.ops.attention_bias.window import ATTENTION_WINDOW
 from fx_fuser.options import Options
 from fx_fuser.passes.by_hand import clock
 from fx_fuser.passes.by_hand.layout import Calls, Layout
 from fx_fuser.passes.by_hand.plain import LARGEST_SCALE, factor_of
 from fx_fuser.passes.masks import Stays
+from fx_fuser.planning import plan
+
+
+def asked(options: Options, inputs: Sequence[Any]) -> frozenset[torch.dtype]:
+    """The dtypes that have kernels on the GPUs of a graph's inputs, or with "cpu_ops" on a CPU."""
+    if options.inner != "inductor" or not options.grows:
+        return frozenset()
+    tensors = [v for v in inputs if isinstance(v, Tensor)]
+    used = {value.device for value in tensors if value.device.type == "cuda"}
+    if any(plan.unavailable(device) is not None for device in used):
+        return frozenset()
+    has_kernels = used and all(load.runs_on(spec_of(0, DTYPES[0]), device) for device in used)
+    return frozenset(DTYPES if has_kernels or (tensors and options.cpu_ops) else ())
 
 
 def has_bias(site: AttentionSite) -> bool:
