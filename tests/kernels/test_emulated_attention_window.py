@@ -25,7 +25,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_window_checks, "CUDA", "cpu")
 
 
-@pytest.fixture(params=[80, 90])
+@pytest.fixture(params=[pytest.param(80, marks=pytest.mark.slow), 90])
 def call(request: pytest.FixtureRequest) -> Any:
     """A function by two schedules, which must agree bit for bit."""
     gpu = EmulatedGpu(request.param, multiprocessors=2)
@@ -46,21 +46,25 @@ def call(request: pytest.FixtureRequest) -> Any:
     return run
 
 
+@pytest.mark.slow
 @shapes
 def test_random_sizes_and_strides(call: Any, shape: int) -> None:
     passes(attention_window_checks.sweep, call, shape, 4, shape)
 
 
+@pytest.mark.slow
 @shapes
 def test_masks(call: Any, shape: int) -> None:
     passes(attention_window_checks.hidden_keys, call, shape)
 
 
+@pytest.mark.slow
 @shapes
 def test_not_numbers(call: Any, shape: int) -> None:
     passes(attention_window_checks.not_numbers, call, shape)
 
 
+@pytest.mark.slow
 @shapes
 def test_the_gradient_of_a_bias_that_blocks_share(call: Any, shape: int) -> None:
     passes(attention_window_checks.same_bits, call, shape)

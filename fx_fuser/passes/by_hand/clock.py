@@ -208,26 +208,23 @@ class Windows:
         d_out = query.random(generator) if self.trains else None
         some = min(query.size[0], 8 * bias.size[0])
         few = [*(t[:some] for t in tensors[:3]), tensors[3]]
-        runs = [
-            functools.partial(self._fused, op, *few, None if d_out is None else d_out[:some])
-            for op in (run.IN_TORCH, run.MANY)
-        ]
+        of_few = None if d_out is None else d_out[:some]
+        runs = [functools.partial(self._fused, op, few, of_few) for op in (run.IN_TORCH, run.MANY)]
         compare(runs, "attention of windows", query.dtype)
         q, k, v = (t.flatten(0, 1).contiguous() for t in tensors[:3])
         d_rows = None if d_out is None else d_out.flatten(0, 1).contiguous()
         by_hand = functools.partial(_by_hand, torch.matmul, torch.matmul, q, k, v, d_rows)
-        fused = functools.partial(self._fused, run.MANY, *tensors, d_out)
+        fused = functools.partial(self._fused, run.MANY, tensors, d_out)
         return [Candidate(by_hand), Candidate(fused)]
 
     def _fused(
-        self, op: Callable[..., list[Tensor]], q: Tensor, k: Tensor, v: Tensor, bias: Tensor,
-        d_out: Tensor | None,
-    ) -> Sequence[Tensor]:  # fmt: skip
+        self, op: Callable[..., list[Tensor]], tensors: Sequence[Tensor], d_out: Tensor | None
+    ) -> Sequence[Tensor]:
         forward, *backward = (spec.name for spec in self._specs if spec is not None)
-        made = op(*run.arguments(window_op.FORWARD, (q, k, v, bias, forward, self.scale)))
+        made = op(*run.arguments(window_op.FORWARD, (*tensors, forward, self.scale)))
         if d_out is None:
             return made
-        given = d_out, q, k, v, bias, *backward, self.scale, True
+        given = d_out, *tensors, *backward, self.scale, True
         return [*made, *op(*run.arguments(window_op.BACKWARD, given))]
 
 

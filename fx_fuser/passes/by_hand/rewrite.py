@@ -30,6 +30,7 @@ from fx_fuser.graph.attention.site import AttentionSite, Refused
 from fx_fuser.graph.prepare.reindex import is_same, same_sizes
 from fx_fuser.graph.read.nodes import argument_of, as_written, meta_tensor, storages
 from fx_fuser.graph.read.view import View
+from fx_fuser.kernels.attention.bias import DTYPES
 from fx_fuser.options import Options
 from fx_fuser.passes import masks, products, strides
 from fx_fuser.passes.by_hand import clock, multi_head, windows
@@ -85,7 +86,8 @@ def rewrite(
     """Rewrite the attentions of a graph that gain: those on CUDA, or with "cpu_ops" those on a CPU,
     which are not timed.
 
-    scope: the nodes of the graph, behind its caller's. dtypes: of results.
+    scope: the nodes of the graph, behind its caller's. dtypes: of `asked`; fp32 stands for all but
+    those of 16 bits.
     """
     view, known, made = View(graph), Proofs(), Rewritten()
     for one in attentions(view, options.strict):
@@ -115,7 +117,8 @@ def _edit_of(
     value = meta_tensor(query) if isinstance(query, Node) else None
     if value is None or value.device.type != ("cpu" if options.cpu_ops else "cuda"):
         return "", None
-    if (value.dtype if isinstance(one, Refused) else one.dtype) not in dtypes:
+    dtype = value.dtype if isinstance(one, Refused) else one.dtype
+    if (dtype if dtype in DTYPES else torch.float32) not in dtypes:
         return "", None
     if isinstance(one, Refused):
         why = multi_head.why_formula(one.node)
@@ -166,7 +169,7 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
     calls = Calls(site.node, region)
     try:
         if plain is None:
-            made = windows.call(layout, calls, was.requires_grad, options)
+            made = windows.call(view, layout, calls, was.requires_grad, options)
         else:
             made = _call(layout, calls, plain, was.requires_grad, options)
         last = layout.result(calls, made)

@@ -10,15 +10,21 @@ period of batches: a learned bias is one for all, with a mask of windows one for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fx_fuser.graph.attention.read_through import is_written
 from fx_fuser.graph.attention.site import SCORE, AttentionSite, Operand, Step
+from fx_fuser.graph.prepare.reindex import same_sizes
+from fx_fuser.graph.read.canonical import is_number
 from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.attention.bias import DTYPES
 from fx_fuser.kernels.attention.window import spec_of
 from fx_fuser.native import load
@@ -54,21 +60,25 @@ def _added(site: AttentionSite) -> Iterator[Operand]:
             yield from (a for a in step.args if isinstance(a, Operand))
 
 
-def call(layout: Layout, calls: Calls, trains: bool, options: Options) -> Node:
+def call(view: View, layout: Layout, calls: Calls, trains: bool, options: Options) -> Node:
     """Of the op. Raises Stays."""
-    site = layout.site
-    scale = _scale_of(site)
+    query, factor = _before_factor(view, layout.site)
+    site = replace(layout.site, q=query)
+    layout = replace(layout, site=site)
+    scale = factor * _scale_of(site)
+    if not torch.finfo(torch.float32).tiny <= abs(scale) <= LARGEST_SCALE:
+        raise Stays(f"its scale is {scale:.4g}")
     if not all(isinstance(n, int) for n in site.sizes):
         raise Stays("its sizes are dynamic")
-    query = layout.query(calls)
+    rows = layout.query(calls)
     (key, keys), (value, values) = layout.keys(calls), layout.values(calls)
     if key is not keys or value is not values:
         raise Stays("a head of its keys is for several of its queries")
     bias = layout.bias(calls, [*_added(site)])
-    operands = [n.meta["example_value"] for n in (query, key, value)]
+    operands = [n.meta["example_value"] for n in (rows, key, value)]
     check = clock.Windows.of(operands, bias.meta["example_value"], site.dtype, scale, trains)
     check.check(options.cpu_ops, options.strict)
-    return calls.function(ATTENTION_WINDOW, query, key, value, bias, scale, site.dtype)
+    return calls.function(ATTENTION_WINDOW, rows, key, value, bias, scale, site.dtype)
 
 
 def _scale_of(site: AttentionSite) -> float:
@@ -87,9 +97,29 @@ def _scale_of(site: AttentionSite) -> float:
             raise Stays(f"{step.op} is applied to its scores")
     if any(step.op == "dropout" for step in site.post):
         raise Stays("it has dropout")
-    if not torch.finfo(torch.float32).tiny <= abs(scale) <= LARGEST_SCALE:
-        raise Stays(f"its scale is {scale:.4g}")
     return scale
+
+
+def _before_factor(view: View, site: AttentionSite) -> tuple[Operand, float]:
+    """What q was before it was multiplied by a number, and the number: so it is read where the
+    projection left it, without a pass over it."""
+    node = site.q.node
+    written = view.written(node)
+    if written is None or written.op not in ("mul", "div") or len(written.args) != 2:
+        return site.q, 1.0
+    first, second = written.args
+    if written.op == "mul" and is_number(first):
+        first, second = second, first
+    if not isinstance(first, Node) or not is_number(second):
+        return site.q, 1.0
+    before, now = meta_tensor(first), meta_tensor(node)
+    if before is None or now is None or before.dtype != now.dtype:
+        return site.q, 1.0
+    is_kept = same_sizes(before.shape, now.shape) and view.region[node] == view.region[site.node]
+    factor = factor_of(Step(written.op, (SCORE, float(second)), now.dtype))  # type: ignore[arg-type]
+    if not is_kept or not math.isfinite(factor) or is_written(view, first, first, view.nodes[-1]):
+        return site.q, 1.0
+    return replace(site.q, node=first), factor
 
 
 def _check_bias(step: Step) -> None:
