@@ -151,6 +151,18 @@ def test_amp() -> None:
     assert is_taken(check(shifted, inputs(torch.float32), amp=True))
 
 
+def test_a_mask_of_images_and_windows() -> None:
+    """A period of two axes, behind one that shares it."""
+
+    def attend(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = parts(packed)
+        scores = (q @ k.mT).view(2, 2, 3, HEADS, L, L) + mask[:, None]
+        scores = scores + mask.flip(0)[:2, None, None]
+        return ended(scores.view(-1, HEADS, L, L).softmax(-1), v)
+
+    assert is_taken(check(attend, inputs(images=4)))
+
+
 @pytest.mark.parametrize("attend", [shared, shifted])
 def test_fp16(attend: Attend) -> None:
     assert is_taken(check(attend, inputs(torch.float16)))
