@@ -85,6 +85,14 @@ def divided(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     return ended(F.softmax(scores, dim=-1, dtype=torch.float32), v)
 
 
+def cosine(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+    """Swin V2's: a factor of each head, which is learned as well."""
+    q, k, v = parts(packed)
+    factor = table[0, 0, :, None, None].exp()
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * factor + bias_of(table)
+    return ended(scores.softmax(-1), v)
+
+
 def added_twice(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     q, k, v = parts(packed)
     bias = bias_of(table)
@@ -99,7 +107,7 @@ def one_head(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     return torch.bmm(weights.to(v.dtype), v)
 
 
-FORMS = [shared, shifted, mask_alone, divided, added_twice, one_head]
+FORMS = [shared, shifted, mask_alone, divided, cosine, added_twice, one_head]
 
 
 def check(
@@ -291,6 +299,16 @@ def doubled(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     return ended(torch.add(q @ k.mT, bias_of(table), alpha=2).softmax(-1), v)
 
 
+def a_factor_of_rows(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = parts(packed)
+    return ended((q @ k.mT * table[:, :1, 0] + bias_of(table)).softmax(-1), v)
+
+
+def divided_by_a_tensor(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = parts(packed)
+    return ended((q @ k.mT / (table[0, 0, :, None, None] + 9) + bias_of(table)).softmax(-1), v)
+
+
 def over_queries(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     q, k, v = parts(packed)
     return ended((q @ k.mT + bias_of(table)).softmax(-2), v)
@@ -328,6 +346,8 @@ STAY = [
     (windows_first, "too few of its batches share a bias"),
     (capped, "tanh is applied"),
     (a_number, "or a number"),
+    (a_factor_of_rows, "not one number of each head"),
+    (divided_by_a_tensor, "takes no number"),
     (over_queries, ""),
     (read_elsewhere, "also used by"),
     (few_keys, "for several of its queries"),

@@ -121,6 +121,21 @@ class Layout:
         each = calls.method("expand", each, -1, -1, whole[1] // count, -1, -1)
         return node, calls.method("flatten", each, 1, 2)
 
+    def of_heads(self, calls: Calls, operand: Operand) -> Node:
+        """An operand of the score that has nothing but heads, as [heads, 1, 1]."""
+        node, axes = self._apart(calls, operand.node, operand.dims)
+        mine = [a for a in self.heads if a in axes]
+        lost = [a for a in axes if a not in mine]
+        if not all(is_same(self.site.sizes[a], 1) for a in (*lost, *{*self.heads} - {*mine})):
+            raise Stays("its scores are multiplied by what is not one number of each head")
+        node = _permuted(calls, node, [axes.index(a) for a in (*mine, *lost)])
+        for _ in lost:
+            node = calls.method("squeeze", node, -1)
+        node = _joined(calls, node, [tuple(mine)], copies=True)
+        for _ in range(2):
+            node = calls.method("unsqueeze", node, -1)
+        return node
+
     def bias(self, calls: Calls, operands: Sequence[Operand]) -> Node:
         """The sum of operands of the score, in fp32, as [period, heads, rows, keys]: the bias of a
         batch is that of its number modulo the period."""

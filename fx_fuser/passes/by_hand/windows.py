@@ -11,6 +11,7 @@ period of batches: a learned bias is one for all, with a mask of windows one for
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,13 @@ def _added(site: AttentionSite) -> Iterator[Operand]:
             yield from (a for a in step.args if isinstance(a, Operand))
 
 
+def _factors(site: AttentionSite) -> Iterator[Operand]:
+    """Tensors that the score is multiplied by."""
+    for step in site.tail:
+        if step.op == "mul":
+            yield from (a for a in step.args if isinstance(a, Operand))
+
+
 def call(view: View, layout: Layout, calls: Calls, trains: bool, options: Options) -> Node:
     """Of the op. Raises Stays."""
     query, factor = _before_factor(view, layout.site)
@@ -71,6 +79,8 @@ def call(view: View, layout: Layout, calls: Calls, trains: bool, options: Option
     if not all(isinstance(n, int) for n in site.sizes):
         raise Stays("its sizes are dynamic")
     rows = layout.query(calls)
+    for of_heads in _factors(site):
+        rows = calls.function(operator.mul, rows, layout.of_heads(calls, of_heads))
     (key, keys), (value, values) = layout.keys(calls), layout.values(calls)
     if key is not keys or value is not values:
         raise Stays("a head of its keys is for several of its queries")
@@ -89,7 +99,8 @@ def _scale_of(site: AttentionSite) -> float:
         if step.op in ("mul", "div"):
             if is_biased:
                 raise Stays("its scores are scaled behind its bias")
-            scale *= factor_of(step)
+            is_number_alone = step.op == "div" or not any(isinstance(a, Operand) for a in step.args)
+            scale *= factor_of(step) if is_number_alone else 1.0
         elif step.op == "add":
             _check_bias(step)
             is_biased = True
