@@ -207,14 +207,14 @@ def _search(
     subclasses.mark(gm, inputs)
     reader = masks.Reader()
     searched: list[_Searched] = []
-    is_rewritten = provenance.has_gemms(gm) and by_hand.is_asked(options, inputs)
+    rewritten = by_hand.asked(options, inputs) if provenance.has_gemms(gm) else frozenset()
     is_cast = any("_enter_autocast" in op_of(n) for m in bodies(gm) for n in m.graph.nodes)
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
         hidden = is_cast and module is not gm  # the autocast that a body is called under
-        if is_rewritten and not hidden:
-            of_graph = by_hand.rewrite(graph, reader.scope(module, graph), options)
+        if rewritten and not hidden:
+            of_graph = by_hand.rewrite(graph, reader.scope(module, graph), options, rewritten)
             attentions, attended = of_graph.by_hand, [*attended, *of_graph.of_torch]
         else:
             attentions = attentions_by_hand(graph, options.strict) if active and is_told else []

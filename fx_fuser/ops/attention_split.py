@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fx_fuser.kernels import attention
 from fx_fuser.kernels.attention import bias as attention_bias
+from fx_fuser.kernels.attention import window as attention_window
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import attention_dropout, run
@@ -133,7 +134,8 @@ _LIBRARY.define("load_attention(Tensor q, str kernel) -> ()")
 
 @functools.cache
 def _specs() -> dict[str, KernelSpec]:
-    return {spec.name: spec for spec in (*attention.offered(), *attention_bias.offered())}
+    kinds = attention, attention_bias, attention_window
+    return {spec.name: spec for kind in kinds for spec in kind.offered()}
 
 
 def _load(q: Tensor, kernel: str) -> None:

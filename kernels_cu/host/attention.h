@@ -1,5 +1,5 @@
 // Attention as graphs call it: allocates results with torch's layouts and calls the kernels.
-// fx_fuser/ops/attention_split.py and attention_bias.py document the arguments.
+// fx_fuser/ops/attention_split.py and the folder attention_bias document the arguments.
 #pragma once
 
 #include <array>
@@ -11,6 +11,7 @@
 #include "host/attention_bias.h"
 #include "host/attention_bias_backward.h"
 #include "host/attention_split.h"
+#include "host/attention_window.h"
 #include "host/made.h"
 
 namespace fx_fuser {
@@ -128,6 +129,41 @@ std::optional<Made> make_attention_bias_backward(
   const AttentionBiasCall call{q, k, v, bias, scale, is_causal, {seed, dropout}};
   const AttentionBiasGradients gradients{call, out, lse, d_out, of_queries, d_q, d_k, d_v, d_bias};
   if (!run_attention_bias_backward(*kernels, gradients)) return std::nullopt;
+  std::vector<Tensor> made{d_q, d_k, d_v};
+  if (d_bias) made.push_back(*d_bias);
+  return Made(std::move(made));
+}
+
+// ---- of windows ---------------------------------------------------------------------------------
+
+std::optional<Made> make_attention_window(const Tensor& q, const Tensor& k, const Tensor& v,
+                                          const Tensor& bias, const std::string& kernel,
+                                          double scale) {
+  const auto* kernels = attention_kernels<AttentionWindowKernels>(kernel, q);
+  if (kernels == nullptr) return std::nullopt;
+  const Tensor out = new_heads(q, q.size(2));
+  if (!run_attention_window(*kernels, {q, k, v, bias, scale}, out)) return std::nullopt;
+  return Made(out);
+}
+
+std::optional<Made> make_attention_window_backward(const Tensor& d_out, const Tensor& q,
+                                                   const Tensor& k, const Tensor& v,
+                                                   const Tensor& bias, const std::string& kernel,
+                                                   double scale, bool of_bias) {
+  const auto* kernels = attention_kernels<AttentionWindowBackwardKernels>(kernel, q);
+  if (kernels == nullptr) return std::nullopt;
+  const Tensor d_q = new_heads(q, q.size(2));
+  const Tensor d_k = new_heads(q, k.size(2));
+  const Tensor d_v = new_heads(q, k.size(2));
+  std::optional<Tensor> d_bias;
+  if (of_bias) {
+    d_bias =
+        new_dense(q, {bias.size(0), bias.size(1), bias.size(2), bias.size(3)}, ScalarType::Float);
+  }
+  const AttentionWindowGradients gradients{d_out, d_q, d_k, d_v, d_bias};
+  if (!run_attention_window_backward(*kernels, {q, k, v, bias, scale}, gradients)) {
+    return std::nullopt;
+  }
   std::vector<Tensor> made{d_q, d_k, d_v};
   if (d_bias) made.push_back(*d_bias);
   return Made(std::move(made));

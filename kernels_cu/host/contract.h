@@ -7,6 +7,7 @@
 
 #include "attention/attention_backward_args.h"
 #include "attention/attention_bias_args.h"
+#include "attention/attention_window_args.h"
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
@@ -45,6 +46,10 @@ std::vector<std::string> contract() {
     biases += " " + std::to_string(shape.forward.d) + ":" + std::to_string(kBiasRows) + "x" +
               std::to_string(shape.forward.columns);
   }
+  std::string windows = "windows";
+  for (const WindowShape& shape : kWindowShapes) {
+    windows += " " + std::to_string(shape.d) + ":" + std::to_string(kWindowRows);
+  }
   return {"limit tensors " + std::to_string(kMaxInputs),
           "limit numbers " + std::to_string(kMaxScalars),
           "limit shared " + std::to_string(kStemShared),
@@ -54,7 +59,8 @@ std::vector<std::string> contract() {
           attention,
           dropout,
           backward,
-          biases};
+          biases,
+          windows};
 }
 
 }  // namespace

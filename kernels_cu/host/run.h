@@ -271,6 +271,10 @@ Program program_of(const std::string& program) {
   if (name == "attention_backward") return program_of(make_attention_backward, text);
   if (name == "attention_bias") return program_of(make_attention_bias, text);
   if (name == "attention_bias_backward") return program_of(make_attention_bias_backward, text);
+  if (name == "attention_window") return program_of(make_attention_window, text);
+  if (name == "attention_window_backward") {
+    return program_of(make_attention_window_backward, text);
+  }
   if (name == "conv2d") return program_of(make_conv2d, text);
   if (name == "conv2d_batchnorm") return program_of(make_conv2d_batchnorm, text);
   if (name == "conv2d_backward") return program_of(conv2d_backward, text);

@@ -8,6 +8,7 @@
 #include "host/attention_bias.h"
 #include "host/attention_bias_backward.h"
 #include "host/attention_split.h"
+#include "host/attention_window.h"
 #include "host/batch_stats.h"
 #include "host/contract.h"
 #include "host/conv.h"

@@ -16,6 +16,7 @@ import attention_bias_checks
 import attention_bias_dropout_checks
 import attention_checks
 import attention_dropout_checks
+import attention_window_checks
 import checks
 import combs_checks
 import conv_backward_checks
@@ -37,9 +38,11 @@ from benchmarks import conv_backward_sm90, conv_sm90, linear_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.kernels import head_loss
+from fx_fuser.kernels.attention import window
 from fx_fuser.kernels.exact import EXACT_GEMMS
 from fx_fuser.kernels.split import MIXED_GEMMS
 from fx_fuser.native import binaries, load
+from fx_fuser.ops import run
 
 for case in SMALL_CASES:
     case()
@@ -52,7 +55,12 @@ stem_checks.sweep(failures, 40, 0, side=30)
 unaligned_checks.sweep(failures, 36, 0, 12, 140, 150)
 load.prepare(head_loss.examples(), "cuda")
 head_loss_checks.sweep(failures, 20, 0, (5, 20000))
-ran += 136
+load.prepare(window.offered(), "cuda")
+for place in range(len(window.SHAPES)):
+    attention_window_checks.sweep(
+        failures, lambda name, *given: run.MANY(*run.arguments(name, given)), place, 4, place
+    )
+ran += 144
 if "--racecheck" not in sys.argv:
     load.prepare([implicit_checks.spec_of(*one) for one in implicit_checks.EXAMPLES], "cuda")
     implicit_checks.sweep(failures, 40, 0, side=20)

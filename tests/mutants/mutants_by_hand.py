@@ -5,6 +5,8 @@ from __future__ import annotations
 FOLDER = "passes/by_hand"
 PLAIN, LAYOUT, CLOCK = (f"{FOLDER}/{name}.py" for name in ("plain", "layout", "clock"))
 REWRITE, MULTI_HEAD = (f"{FOLDER}/{name}.py" for name in ("rewrite", "multi_head"))
+WINDOWS, OF_WINDOWS = f"{FOLDER}/windows.py", "tests/passes/test_by_hand_windows.py"
+WINDOW_STAYS = f"{OF_WINDOWS}::test_what_stays"
 TAKEN, CHOICE = "tests/passes/test_by_hand.py", "tests/passes/test_by_hand_choice.py"
 STAYS = "tests/passes/test_by_hand_stays.py"
 MASK = f"{STAYS}::test_a_mask_that_is_not_surely_causal_or_open"
@@ -25,7 +27,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "by hand: a scale that the kernels take", PLAIN,
-        "if not torch.finfo(torch.float32).tiny <= scale <= _LARGEST_SCALE:", "if False:",
+        "if not torch.finfo(torch.float32).tiny <= scale <= LARGEST_SCALE:", "if False:",
         (f"{TAIL}[a negative scale]", f"{TAIL}[an infinite scale]", f"{TAIL}[divided by 0]"),
     ),
     (
@@ -141,10 +143,55 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "by hand: where the pass runs", REWRITE,
-        "return asked and products.kernels_for(options, inputs) is not None", "return asked",
+        "of_fp32 = products.kernels_for(options, inputs) is not None", "of_fp32 = True",
         (
             f"{CHOICE}::test_it_is_looked_for_where_the_pass_will_run[no passes]",
             f"{CHOICE}::test_it_is_looked_for_where_the_pass_will_run[the library's fp32]",
         ),
+    ),
+    (
+        "windows: no scale behind the bias", WINDOWS,
+        "            if is_biased:\n", "            if False:\n",
+        (f"{WINDOW_STAYS}[scaled_behind-scaled behind its bias]",),
+    ),
+    (
+        "windows: no dropout", WINDOWS,
+        'if any(step.op == "dropout" for step in site.post):', "if False:",
+        (f"{OF_WINDOWS}::test_dropout_stays",),
+    ),
+    (
+        "windows: no number is added", WINDOWS,
+        "if len(rest) != 1 or not isinstance(rest[0], Operand):", "if False:",
+        (f"{WINDOW_STAYS}[a_number-or a number]",),
+    ),
+    (
+        "windows: each head has keys of its own", WINDOWS,
+        "    if key is not keys or value is not values:\n", "    if False:\n",
+        (f"{WINDOW_STAYS}[few_keys-for several of its queries]",),
+    ),
+    (
+        "windows: queries that change behind their factor", WINDOWS,
+        "or is_written(view, first, first, view.nodes[-1]):", "or False:",
+        (f"{OF_WINDOWS}::test_queries_that_are_changed_behind_their_factor",),
+    ),
+    (
+        "windows: the factor of the queries", WINDOWS,
+        "return replace(site.q, node=first), factor", "return replace(site.q, node=first), 1.0",
+        (f"{OF_WINDOWS}::test_a_factor_is_in_the_op",),
+    ),
+    (
+        "windows: the first axis of a bias's period", LAYOUT,
+        "            lead = lead[1:]\n", "            lead = ()\n",
+        (f"{OF_WINDOWS}::test_a_mask_of_images_and_windows",),
+    ),
+    (
+        "windows: two batches share each bias", CLOCK,
+        "2 * bias.size[0] > q.size[0]", "False",
+        (f"{WINDOW_STAYS}[windows_first-too few of its batches share a bias]",),
+    ),
+    (
+        "windows: rows of whole vectors", CLOCK,
+        'if name != "bias" and not biased.is_aligned(form):', "if False:",
+        (f"{OF_WINDOWS}::test_rows_off_16_bytes",),
     ),
 )  # fmt: skip

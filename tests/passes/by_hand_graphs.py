@@ -21,6 +21,7 @@ from fx_fuser.passes.by_hand.rewrite import Rewritten, rewrite
 Attend = Callable[..., Any]
 B, H, L, D = 2, 3, 12, 8
 ON_CPU = Options(cpu_ops=True, strict=True)
+ASKED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @dataclass
@@ -63,7 +64,7 @@ def rewritten(module: GraphModule, options: Options = ON_CPU) -> Seen:
     for one in bodies(module):
         written = str(one.graph)
         reader.simplify(one, one.graph, options.cpu_ops)
-        seen.found.append(rewrite(one.graph, reader.scope(one, one.graph), options))
+        seen.found.append(rewrite(one.graph, reader.scope(one, one.graph), options, ASKED))
         seen.graphs.append(one.graph)
         seen.is_as_written &= str(one.graph) == written
         one.graph.lint()

@@ -218,9 +218,16 @@ NOT_ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NOT_ASKED)
 def test_it_is_looked_for_where_the_pass_will_run(name: str) -> None:
-    assert rewrite.is_asked(ON_CPU, [torch.zeros(1)])
+    assert torch.float32 in rewrite.asked(ON_CPU, [torch.zeros(1)])
     options = dataclasses.replace(ON_CPU, **NOT_ASKED[name])
-    assert not rewrite.is_asked(options, [torch.zeros(1)])
+    assert torch.float32 not in rewrite.asked(options, [torch.zeros(1)])
+
+
+@pytest.mark.parametrize("name", NOT_ASKED)
+def test_16_bits_need_no_pass_over_fp32(name: str) -> None:
+    options = dataclasses.replace(ON_CPU, **NOT_ASKED[name])
+    found = {torch.bfloat16, torch.float16} & rewrite.asked(options, [torch.zeros(1).bfloat16()])
+    assert len(found) == (2 if name == "the library's fp32" else 0)
 
 
 class Net(nn.Module):

@@ -189,7 +189,7 @@ class Site:
         forms["attn_bias"] = replace(bias, size=sizes)
         dropout = float(given["dropout_p"])
         spec = attention_bias.spec_for(d, bias.dtype, function == BACKWARD, dropout)
-        if spec is None or not all(_is_aligned(f) for n, f in forms.items() if n != "logsumexp"):
+        if spec is None or not all(is_aligned(f) for n, f in forms.items() if n != "logsumexp"):
             return None
         of_bias = NO_GRADIENT
         if function == BACKWARD and _OF_BIAS in items:
@@ -394,7 +394,7 @@ def _fit(forms: Mapping[str, TensorForm], shares: bool = False) -> bool:
     return is_lse and is_fp32 and forms["out"].size == forms["grad_out_"].size == q
 
 
-def _is_aligned(form: TensorForm) -> bool:
+def is_aligned(form: TensorForm) -> bool:
     """Can TMA load it, with adjacent elements, in 16-byte vectors?"""
     steps = [step for n, step in zip(form.size[:3], form.stride) if n > 1]
     return not form.offset and form.stride[3] == 1 and all(s > 0 and s % _LANES == 0 for s in steps)

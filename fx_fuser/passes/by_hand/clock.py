@@ -1,9 +1,9 @@
-"""Can attention be torch's fused one, and is it faster by fp16 halves than as written?
+"""Can attention be one call, and is that faster than as written?
 
-As written it is two gemms, each by the library or by the split kernel, and a softmax between them.
-Scale and mask are not timed: Inductor fuses them with the softmax. In training the backward counts,
-too. `passes.attention_split` then chooses between our kernel and torch's fused one, which it keeps
-only where that is faster than ours or nearly so: either is faster than what was written.
+In fp32 the call is torch's fused one, by fp16 halves. As written it is two gemms, each by the library or by the split kernel, and a softmax between
+them. Scale and mask are not timed: Inductor fuses them with the softmax. In training the backward
+counts, too. `passes.attention_split` then chooses between our kernel and torch's fused one, which
+it keeps only where that is faster than ours or nearly so: either is faster than what was written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,15 +19,19 @@ import torch
 from torch import Tensor
 
 from fx_fuser.kernels import attention
+from fx_fuser.kernels.attention import window
 from fx_fuser.kernels.split import SPLIT_GEMM, reset_fallback, split_gemm
+from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
+from fx_fuser.ops.attention_bias import window as window_op
 from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 from fx_fuser.passes import attention_split
+from fx_fuser.passes.attention_split import biased
 from fx_fuser.passes.by_hand.plain import Plain
 from fx_fuser.passes.graph_pass import loaded
 from fx_fuser.passes.masks import Stays
 from fx_fuser.planning import contest
-from fx_fuser.planning.bench_ops import TensorForm, form_of_value
+from fx_fuser.planning.bench_ops import TensorForm, compare, form_of_value
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.by_hand")
@@ -121,6 +126,105 @@ class Race:
         assert backward is not None, "it has been loaded"
         given = d_out, q, k, v, *made, backward.name, *numbers, *NO_DROPOUT
         return [*made, *run.MANY(*run.arguments(BACKWARD, given))]
+
+
+# ---- of windows --------------------------------------------------------------------------------
+
+# Scores below which the launches of what is written take longer than what they do.
+_FEW_SCORES = 2**20
+# tests/passes/test_by_hand_windows_gpu.py is to run the kernels on a GPU first.
+WINDOWS_HAVE_RUN = False
+
+
+@dataclass(frozen=True)
+class Windows:
+    """`fx_fuser.ops.attention_bias.window` beside two gemms of the library with a softmax between
+    them. What is added to the scores is not timed, nor its gradient: Inductor fuses the one, and
+    the other costs what is written more than the op."""
+
+    forms: Mapping[str, TensorForm]
+    scale: float
+    trains: bool
+
+    @classmethod
+    def of(
+        cls, operands: Sequence[Tensor], bias: Tensor, dtype: torch.dtype, scale: float,
+        trains: bool,
+    ) -> Windows:  # fmt: skip
+        """Of fake tensors. dtype: that operands are cast to."""
+        forms = {n: form_of_value(t, dtype) for n, t in zip(("query", "key", "value"), operands)}
+        forms["bias"] = form_of_value(bias)
+        return cls(forms, scale, trains)  # type: ignore[arg-type]
+
+    @property
+    def _specs(self) -> list[KernelSpec | None]:
+        q, k = self.forms["query"], self.forms["key"]
+        lengths = q.size[2], k.size[2]
+        some = (False, True)[: 1 + self.trains]
+        return [window.spec_for(q.size[3], q.dtype, lengths, which) for which in some]
+
+    def check(self, on_cpu: bool, strict: bool) -> None:
+        """Raises Stays where the attention is better left as it is written."""
+        q, k, v, bias = self.forms.values()
+        if None in self._specs or (q.size[:2], k.size) != (k.size[:2], v.size):
+            raise Stays(f"no kernel takes sizes of {q.size}, {k.size} and {v.size}")
+        if 0 in q.size or 2 * bias.size[0] > q.size[0]:
+            raise Stays("too few of its batches share a bias")
+        for name, form in self.forms.items():
+            if name != "bias" and not biased.is_aligned(form):
+                raise Stays(f"its {name} does not lie in rows of whole vectors of 16 bytes")
+        if on_cpu:
+            return
+        if not WINDOWS_HAVE_RUN:
+            raise Stays("the kernels of such windows have not run on a GPU yet")
+        if math.prod((*q.size[:3], k.size[2])) < _FEW_SCORES:
+            raise Stays("it is small: its launches take as long")
+        if lost := self._why_lost(strict):
+            raise Stays(lost)
+
+    def _why_lost(self, strict: bool) -> str:
+        """Empty if ours is faster."""
+        query = self.forms["query"]
+        needed = [spec for spec in self._specs if spec is not None]
+        if loaded(needed, query.device, "attention", strict) != {*needed}:
+            return "its kernel does not build"
+        key = "attention of windows", *self.forms.items(), self.scale, self.trains
+        times = contest.times(key, self.candidates, query.device)
+        if isinstance(times, str):
+            return times
+        by_hand, fused = (took.gpu for took in times)
+        log.info("windows %s: by hand %.4g ms, fused %.4g", query.size, by_hand, fused)
+        if contest.gains(fused, by_hand):
+            return ""
+        return f"{by_hand:.3g} ms as it is written, {fused:.3g} fused"
+
+    def candidates(self) -> list[Candidate]:
+        """As it is written, by the library; fused."""
+        query, bias = self.forms["query"], self.forms["bias"]
+        generator = torch.Generator(query.device).manual_seed(0)
+        tensors = [form.random(generator) for form in self.forms.values()]
+        tensors[0] /= self.scale * query.size[-1] ** 0.5  # logits near 1
+        d_out = query.random(generator) if self.trains else None
+        some = min(query.size[0], 8 * bias.size[0])
+        few = [*(t[:some] for t in tensors[:3]), tensors[3]]
+        of_few = None if d_out is None else d_out[:some]
+        runs = [functools.partial(self._fused, op, few, of_few) for op in (run.IN_TORCH, run.MANY)]
+        compare(runs, "attention of windows", query.dtype)
+        q, k, v = (t.flatten(0, 1).contiguous() for t in tensors[:3])
+        d_rows = None if d_out is None else d_out.flatten(0, 1).contiguous()
+        by_hand = functools.partial(_by_hand, torch.matmul, torch.matmul, q, k, v, d_rows)
+        fused = functools.partial(self._fused, run.MANY, tensors, d_out)
+        return [Candidate(by_hand), Candidate(fused)]
+
+    def _fused(
+        self, op: Callable[..., list[Tensor]], tensors: Sequence[Tensor], d_out: Tensor | None
+    ) -> Sequence[Tensor]:
+        forward, *backward = (spec.name for spec in self._specs if spec is not None)
+        made = op(*run.arguments(window_op.FORWARD, (*tensors, forward, self.scale)))
+        if d_out is None:
+            return made
+        given = d_out, *tensors, *backward, self.scale, True
+        return [*made, *op(*run.arguments(window_op.BACKWARD, given))]
 
 
 _Gemm = Callable[[Tensor, Tensor], Tensor]

@@ -7,6 +7,7 @@ k or v lack becomes the heads. So grouped heads stay neighbours, as `passes.atte
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,48 @@ class Layout:
         each = calls.method("unsqueeze", node, 2)
         each = calls.method("expand", each, -1, -1, whole[1] // count, -1, -1)
         return node, calls.method("flatten", each, 1, 2)
+
+    def of_heads(self, calls: Calls, operand: Operand) -> Node:
+        """An operand of the score that has nothing but heads, as [heads, 1, 1]."""
+        node, axes = self._apart(calls, operand.node, operand.dims)
+        mine = [a for a in self.heads if a in axes]
+        lost = [a for a in axes if a not in mine]
+        if not all(is_same(self.site.sizes[a], 1) for a in (*lost, *{*self.heads} - {*mine})):
+            raise Stays("its scores are multiplied by what is not one number of each head")
+        node = _permuted(calls, node, [axes.index(a) for a in (*mine, *lost)])
+        for _ in lost:
+            node = calls.method("squeeze", node, -1)
+        node = _joined(calls, node, [tuple(mine)], copies=True)
+        for _ in range(2):
+            node = calls.method("unsqueeze", node, -1)
+        return node
+
+    def bias(self, calls: Calls, operands: Sequence[Operand]) -> Node:
+        """The sum of operands of the score, in fp32, as [period, heads, rows, keys]: the bias of a
+        batch is that of its number modulo the period."""
+        site = self.site
+        have = {a for o in operands for dim in o.dims for a in dim if not is_same(site.sizes[a], 1)}
+        lead = self.batch
+        while lead and lead[0] not in have:
+            lead = lead[1:]
+        parts = lead, self.heads, site.rows, site.keys
+        order = [a for part in parts for a in part]
+        total: Node | None = None
+        for operand in operands:
+            node, axes = self._apart(calls, operand.node, operand.dims)
+            mine = [a for a in order if a in axes]
+            lost = [a for a in axes if a not in order]  # of size 1
+            node = _permuted(calls, node, [axes.index(a) for a in (*mine, *lost)])
+            for _ in lost:
+                node = calls.method("squeeze", node, -1)
+            for i, axis in enumerate(order):
+                if axis not in axes:
+                    node = calls.method("unsqueeze", node, i)
+            node = calls.method("float", node)
+            total = node if total is None else calls.function(operator.add, total, node)
+        assert total is not None, "there is a bias"
+        total = _expanded(calls, total, [site.sizes[a] for a in order])
+        return _joined(calls, total, parts, copies=True)
 
     def result(self, calls: Calls, made: Node) -> Node:
         """[batch, heads, rows, columns] as the site's result."""

@@ -18,7 +18,7 @@ from fx_fuser.passes.masks import Stays
 # (mask, numbers of queries and of keys, how it is seen) → "causal" or "open", as `masks.proven`.
 Prove = Callable[[Node, tuple[int, int], Callable[[Tensor], Tensor]], str]
 _LOWEST = torch.finfo(torch.float32).min
-_LARGEST_SCALE = 2.0**100  # it is multiplied by log2(e) in fp32
+LARGEST_SCALE = 2.0**100  # it is multiplied by log2(e) in fp32
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def plain_of(site: AttentionSite, prove: Prove) -> Plain:
         if step.op in ("mul", "div"):
             if is_masked:
                 raise Stays("its scores are scaled after its mask")
-            scale *= _factor(step)
+            scale *= factor_of(step)
         elif step.op == "causal":
             causal = True
         elif step.op in ("add", "where"):
@@ -67,7 +67,7 @@ def plain_of(site: AttentionSite, prove: Prove) -> Plain:
             raise Stays(f"{step.op} is applied to its scores")
     if any(step.op == "dropout" for step in site.post):
         raise Stays("it has dropout")
-    if not torch.finfo(torch.float32).tiny <= scale <= _LARGEST_SCALE:
+    if not torch.finfo(torch.float32).tiny <= scale <= LARGEST_SCALE:
         raise Stays(f"its scale is {scale:.4g}")
     return Plain(scale, causal)
 
@@ -86,7 +86,8 @@ def _check_dtypes(site: AttentionSite) -> None:
             raise Stays(f"{name} is {dtype}, not fp32")
 
 
-def _factor(step: Step) -> float:
+def factor_of(step: Step) -> float:
+    """Of a multiplication or division of the scores by a number."""
     numbers = [a for a in step.args if isinstance(a, float)]
     if len(step.args) != 2 or len(numbers) != 1:
         raise Stays(f"{step.op} of its scores is not by a number")

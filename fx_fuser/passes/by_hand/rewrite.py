@@ -1,4 +1,5 @@
-"""Dynamo's graph → the same, with fp32 attention written by hand as a call of torch's fused one.
+"""Dynamo's graph → the same, with attention written by hand as one call: in fp32 of torch's fused
+attention, in 16 bits with a bias of fx_fuser's (`windows`).
 
     (q @ k.mT * scale).masked_fill(hidden, -inf).softmax(-1) @ v
 
@@ -29,11 +30,12 @@ from fx_fuser.graph.attention.site import AttentionSite, Refused
 from fx_fuser.graph.prepare.reindex import is_same, same_sizes
 from fx_fuser.graph.read.nodes import argument_of, as_written, meta_tensor, storages
 from fx_fuser.graph.read.view import View
+from fx_fuser.kernels.attention.bias import DTYPES
 from fx_fuser.options import Options
 from fx_fuser.passes import masks, products, strides
-from fx_fuser.passes.by_hand import clock, multi_head
+from fx_fuser.passes.by_hand import clock, multi_head, windows
 from fx_fuser.passes.by_hand.layout import Calls, Layout
-from fx_fuser.passes.by_hand.plain import Prove, plain_of
+from fx_fuser.passes.by_hand.plain import Plain, Prove, plain_of
 from fx_fuser.passes.masks import FORM, FORMULA, Mask, Proofs, Scope, Stays
 
 log = logging.getLogger("fx_fuser.passes.by_hand")
@@ -42,8 +44,8 @@ COUNTER = "fx_fuser_by_hand"  # in `torch._dynamo.utils.counters`: "attention" �
 
 @dataclass(frozen=True)
 class ByHand:
-    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it now
-    torch's fused call?  stays: why not, if it was tried."""
+    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it now one
+    call, torch's fused one or fx_fuser's?  stays: why not, if it was tried."""
 
     found: AttentionSite | Refused
     is_edit: bool = False
@@ -58,10 +60,13 @@ class Rewritten:
     of_torch: list[Mask] = field(default_factory=list)
 
 
-def is_asked(options: Options, inputs: Sequence[Any]) -> bool:
-    """Will the pass run that replaces torch's fused attention?  inputs: of Dynamo's graph."""
-    asked = options.takes_masks and not options.exported
-    return asked and products.kernels_for(options, inputs) is not None
+def asked(options: Options, inputs: Sequence[Any]) -> frozenset[torch.dtype]:
+    """The dtypes of attentions to rewrite. fp32 is one if the pass will run that replaces torch's
+    fused attention. inputs: of Dynamo's graph."""
+    if not options.takes_masks or options.exported:
+        return frozenset()
+    of_fp32 = products.kernels_for(options, inputs) is not None
+    return frozenset({torch.float32} if of_fp32 else ()) | windows.asked(options, inputs)
 
 
 def attentions(view: View, strict: bool) -> list[AttentionSite | Refused]:
@@ -75,15 +80,18 @@ def attentions(view: View, strict: bool) -> list[AttentionSite | Refused]:
         return []
 
 
-def rewrite(graph: Graph, scope: Scope, options: Options) -> Rewritten:
+def rewrite(
+    graph: Graph, scope: Scope, options: Options, dtypes: frozenset[torch.dtype]
+) -> Rewritten:
     """Rewrite the attentions of a graph that gain: those on CUDA, or with "cpu_ops" those on a CPU,
     which are not timed.
 
-    scope: the nodes of the graph, after its caller's.
+    scope: the nodes of the graph, after its caller's. dtypes: from `asked`; fp32 stands for all but
+    those of 16 bits.
     """
     view, known, made = View(graph), Proofs(), Rewritten()
     for one in attentions(view, options.strict):
-        why, edit = _edit_of(view, one, options)
+        why, edit = _edit_of(view, one, options, dtypes)
         if edit is None:
             made.by_hand += [ByHand(one)] if one.is_by_hand else []
             continue
@@ -101,13 +109,16 @@ _Edit = Callable[[Prove], None]  # raises Stays, before it changes anything
 
 
 def _edit_of(
-    view: View, one: AttentionSite | Refused, options: Options
+    view: View, one: AttentionSite | Refused, options: Options, dtypes: frozenset[torch.dtype]
 ) -> tuple[str, _Edit | None]:
     """Why torch computes its own call by the formula, empty if written by hand; and what rewrites
     the attention, None if nothing is to be tried."""
     query = argument_of(one.node, 0, "query") if isinstance(one, Refused) else one.q.node
     value = meta_tensor(query) if isinstance(query, Node) else None
     if value is None or value.device.type != ("cpu" if options.cpu_ops else "cuda"):
+        return "", None
+    dtype = value.dtype if isinstance(one, Refused) else one.dtype
+    if (dtype if dtype in DTYPES else torch.float32) not in dtypes:
         return "", None
     if isinstance(one, Refused):
         why = multi_head.why_formula(one.node)
@@ -150,17 +161,17 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
     if type(was) is not FakeTensor:
         raise Stays("its result is not a plain tensor")
     _check_whole(site)
-    plain, layout = plain_of(site, prove), Layout.of(site)
+    is_window = windows.has_bias(site)
+    plain = None if is_window else plain_of(site, prove)
+    layout = Layout.of(site)
     if was.requires_grad and _is_written(view, site):
         raise Stays("its result is written to, and a kernel's backward reads it")
     calls = Calls(site.node, region)
     try:
-        query = layout.query(calls)
-        (first_key, key), (first_value, value) = layout.keys(calls), layout.values(calls)
-        operands = [n.meta["example_value"] for n in (query, first_key, first_value)]
-        clock.check(operands, plain, was.requires_grad, options.cpu_ops, options.strict)
-        given = {"is_causal": plain.causal, "scale": plain.scale}
-        made = calls.function(F.scaled_dot_product_attention, query, key, value, **given)
+        if plain is None:
+            made = windows.call(view, layout, calls, was.requires_grad, options)
+        else:
+            made = _call(layout, calls, plain, was.requires_grad, options)
         last = layout.result(calls, made)
         if last is made and end is not site.node:  # `end` comes after what may write to operands
             last = calls.method("expand", made, *[-1] * was.ndim)
@@ -172,6 +183,16 @@ def _rewrite(view: View, site: AttentionSite, options: Options, prove: Prove) ->
         calls.undo()
         raise
     _put(site, last)
+
+
+def _call(layout: Layout, calls: Calls, plain: Plain, trains: bool, options: Options) -> Node:
+    """Of torch's fused attention."""
+    query = layout.query(calls)
+    (first_key, key), (first_value, value) = layout.keys(calls), layout.values(calls)
+    operands = [n.meta["example_value"] for n in (query, first_key, first_value)]
+    clock.check(operands, plain, trains, options.cpu_ops, options.strict)
+    given = {"is_causal": plain.causal, "scale": plain.scale}
+    return calls.function(F.scaled_dot_product_attention, query, key, value, **given)
 
 
 def _check_whole(site: AttentionSite) -> None:
