@@ -1,9 +1,10 @@
 """Can attention be one call, and is that faster than as written?
 
-In fp32 the call is torch's fused one, by fp16 halves. As written it is two gemms, each by the library or by the split kernel, and a softmax between
-them. Scale and mask are not timed: Inductor fuses them with the softmax. In training the backward
-counts, too. `passes.attention_split` then chooses between our kernel and torch's fused one, which
-it keeps only where that is faster than ours or nearly so: either is faster than what was written.
+In fp32 the call is torch's fused one, by fp16 halves. As written it is two gemms, each by the
+library or by the split kernel, and a softmax between them. Scale and mask are not timed: Inductor
+fuses them with the softmax. In training the backward counts, too. `passes.attention_split` then
+chooses between our kernel and torch's fused one, which it keeps only where that is faster than ours
+or nearly so: either is faster than what was written.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ COUNTER = "fx_fuser_by_hand"  # in `torch._dynamo.utils.counters`: "attention" â
 
 @dataclass(frozen=True)
 class ByHand:
-    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it now one
-    call, torch's fused one or fx_fuser's?  stays: why not, if it was tried."""
+    """An attention that is written by hand, or a softmax that looks like one. is_edit: is it one
+    call now, torch's fused one or fx_fuser's?  stays: why not, if it was tried."""
 
     found: AttentionSite | Refused
     is_edit: bool = False
