@@ -3,9 +3,9 @@ has those of gemms."""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv1d_weight as conv1d_weight_of_torch
 
 from benchmarks import kernels
 from fx_fuser.native.kernel_spec import KernelSpec
@@ -60,5 +60,5 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) ->
 def gradient_of_weight(x: Tensor, dz: Tensor, groups: int, taps: int, padding: int) -> Tensor:
     """By torch, of tensors as `conv1d_weight` has them."""
     sizes = dz.shape[-1], x.shape[-1] // groups, taps
-    made = torch.nn.grad.conv1d_weight(x.mT, sizes, dz.mT, padding=padding, groups=groups)
+    made = conv1d_weight_of_torch(x.mT, sizes, dz.mT, padding=padding, groups=groups)
     return in_taps(made, groups)

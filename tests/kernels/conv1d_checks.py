@@ -179,9 +179,7 @@ def not_numbers(failures: list[str], sizes: Sizes, dtype: torch.dtype) -> None:
     for frame, value in ((0, torch.inf), (sizes.length // 2, torch.nan), (-1, -torch.inf)):
         given = x.clone()
         given[0, frame, 0] = value
-        memory, z = framed(
-            (sizes.batch, sizes.out_length, sizes.groups * sizes.channels[1]), dtype
-        )
+        _, z = framed((sizes.batch, sizes.out_length, sizes.groups * sizes.channels[1]), dtype)
         spec = forward_spec(sizes, dtype)
         assert conv1d_kernels.conv1d(spec, given, weight, None, z, sizes.padding)
         sees = torch.zeros(sizes.out_length, dtype=torch.bool, device=CUDA)
@@ -202,7 +200,7 @@ def empty(failures: list[str]) -> None:
     spec = forward_spec(sizes, dtype)
     if not conv1d_kernels.conv1d(spec, x, weight, None, z, sizes.padding):
         failures.append("no batch: refused")
-    memory, dw = framed(weight.shape, dtype)
+    _, dw = framed(weight.shape, dtype)
     if not conv1d_kernels.conv1d_weight(weight_spec(sizes, dtype), x, z, dw, sizes.padding):
         failures.append("a gradient of no batch: refused")
     if not bool((dw == 0).all()):

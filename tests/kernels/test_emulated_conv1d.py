@@ -9,7 +9,6 @@ import checks
 import conv1d_checks
 import emulator
 import pytest
-import torch
 from checks import passes
 from conv1d_checks import Sizes
 from emulator.device import EmulatedGpu, in_place_of_cuda
