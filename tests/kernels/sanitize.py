@@ -18,6 +18,7 @@ import attention_checks
 import attention_dropout_checks
 import checks
 import combs_checks
+import conv1d_checks
 import conv_backward_checks
 import conv_checks
 import conv_direct_checks
@@ -50,9 +51,10 @@ depthwise_checks.sweep(failures, 40, 0, side=20)
 load.prepare([stem_checks.spec_of(*one) for one in stem_checks.EXAMPLES], "cuda")
 stem_checks.sweep(failures, 40, 0, side=30)
 unaligned_checks.sweep(failures, 36, 0, 12, 140, 150)
+conv1d_checks.sweep(failures, 12, 0, 150, 64)
 load.prepare(head_loss.examples(), "cuda")
 head_loss_checks.sweep(failures, 20, 0, (5, 20000))
-ran += 136
+ran += 148
 if "--racecheck" not in sys.argv:
     load.prepare([implicit_checks.spec_of(*one) for one in implicit_checks.EXAMPLES], "cuda")
     implicit_checks.sweep(failures, 40, 0, side=20)
