@@ -3,17 +3,26 @@ are written for a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import checks
 import conv1d_checks
 import emulator
 import pytest
+import torch
 from checks import passes
 from conv1d_checks import Sizes
 from emulator.device import EmulatedGpu, in_place_of_cuda
+from test_emulated_attention_calls import called
 
+from benchmarks.sm90 import relative
 from fx_fuser.kernels import conv1d
+from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.ops import conv1d as ops
+from fx_fuser.ops import run
+from fx_fuser.ops.conv1d import FORWARD, OF_WEIGHT
 
 BF16, F16 = conv1d.DTYPES
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
@@ -83,3 +92,61 @@ def test_no_batch() -> None:
 
 def test_refusals() -> None:
     passes(conv1d_checks.refusals)
+
+
+# ---- as graphs call it ---------------------------------------------------------------------------
+
+
+def calls(spec: str, of_weight: str) -> dict[str, tuple[object, ...]]:
+    """Function → its arguments, with kernels of these names."""
+    torch.manual_seed(0)
+    x, dz = torch.randn(2, 30, 32, dtype=BF16), torch.randn(2, 31, 16, dtype=BF16)
+    weight, bias = torch.randn(2, 20, 8, 16, dtype=BF16), torch.randn(16, dtype=BF16)
+    given = x, dz, of_weight, 2, 10
+    return {FORWARD: (x, weight, bias, spec, 10), OF_WEIGHT: given}
+
+
+def test_as_graphs_call_it(gpu: EmulatedGpu) -> None:
+    specs = conv1d.spec_of(8, BF16), conv1d.weight_spec_of(8, 16, BF16)
+    for spec in specs:
+        gpu.handle_of(spec)
+    for function, given in calls(*(spec.name for spec in specs)).items():
+        (found,), launches = called(function, *given)
+        (wanted,) = run.IN_TORCH(*run.arguments(function, given))
+        assert launches == 1 and found.stride() == wanted.stride()
+        assert relative(found, wanted.double()) < 2**-7
+
+
+def test_a_kernel_that_nobody_has_loaded_is_loaded(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the op's own call, as where Inductor's cache has the graph."""
+    spec = dataclasses.replace(conv1d.spec_of(24, BF16), use="of this test")
+    monkeypatch.setattr(ops, "_specs", lambda: {spec.name: spec})
+    asked: list[KernelSpec] = []
+
+    def prepare(specs: list[KernelSpec], _device: torch.device) -> None:
+        asked.extend(specs)
+        gpu.handle_of(specs[0])
+
+    monkeypatch.setattr(load, "prepare", prepare)
+    given = torch.randn(1, 30, 16, dtype=BF16), torch.randn(2, 17, 24, 8, dtype=BF16)
+    (found,), launches = called(FORWARD, *given, None, spec.name, 8)
+    assert asked == [spec] and launches == 1
+    (wanted,) = run.IN_TORCH(*run.arguments(FORWARD, (*given, None, spec.name, 8)))
+    assert relative(found, wanted.double()) < 2**-7
+
+
+def test_the_library_runs_where_there_is_no_kernel(gpu: EmulatedGpu) -> None:
+    """One warning, then no more; and what a kernel does not take."""
+    with pytest.warns(UserWarning, match="leaves a convolution to the library"):
+        for function, given in calls("no kernel", "no kernel either").items():
+            (found,), launches = called(function, *given)
+            (wanted,) = run.IN_TORCH(*run.arguments(function, given))
+            assert launches == 0 and torch.equal(found, wanted)
+    spec = conv1d.spec_of(8, BF16)
+    gpu.handle_of(spec)
+    x, *rest = calls(spec.name, "")[FORWARD]
+    assert isinstance(x, torch.Tensor)
+    (_,), launches = called(FORWARD, x.mT.contiguous().mT, *rest)
+    assert launches == 0
