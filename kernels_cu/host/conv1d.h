@@ -182,13 +182,13 @@ bool run_conv1d(const Conv1dKernels& kernels, const Tensor& x, const Tensor& wei
                   "fx_fuser: the result of a convolution is ", to_string(z.sizes()));
   if (bias) {
     require_cuda(*bias, "bias");
-    STD_TORCH_CHECK(
-        bias->scalar_type() == kernels.type && bias->is_contiguous() && bias->numel() == z.size(2),
-        "fx_fuser: the bias is ", to_string(bias->sizes()));
+    STD_TORCH_CHECK(bias->scalar_type() == kernels.type && bias->numel() == z.size(2),
+                    "fx_fuser: the bias is ", to_string(bias->sizes()));
   }
   if (z.numel() == 0) return true;
   const bool is_read = x.numel() > 0 && weight.is_contiguous() && is_aligned(weight.data_ptr());
   if (!is_read || !sizes.is_taken() || !has_rows_of_vectors(x)) return false;
+  if (bias && !bias->is_contiguous()) return false;
   const std::optional<Conv1dCut> cut = conv1d_cut(kernels, sizes);
   if (!cut) return false;
   const Conv1dShape shape{kernels.columns, kConv1dRowWarps[cut->index]};

@@ -222,6 +222,8 @@ def refusals(failures: list[str]) -> None:
     ):
         if conv1d_kernels.conv1d(spec, given, of, None, z, sizes.padding):
             failures.append(f"{what}: taken")
+    if conv1d_kernels.conv1d(spec, x, weight, memory[: 2 * 48 : 2], z, sizes.padding):
+        failures.append("a bias with gaps: taken")
     long = torch.zeros(2, 4001, 24, 16, device=CUDA, dtype=dtype)
     if conv1d_kernels.conv1d(spec, x, long, None, x.new_empty(2, 30, 48), 2000):
         failures.append("a window of which no tile fits: taken")

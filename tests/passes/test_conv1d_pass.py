@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fx_fuser
 from fx_fuser.native import load
 from fx_fuser.ops import run
 from fx_fuser.passes import conv1d
@@ -318,6 +319,15 @@ def test_a_pass_of_the_users_runs_first() -> None:
     with torch.no_grad():
         f(torch.randn(2, 40, CHANNELS, dtype=BF16))
     assert counting.ran and counters[COUNTERS] == {"convolution": 1}
+
+
+@pytest.mark.slow
+def test_inside_plain_torch_compile() -> None:
+    model = Positional().to(BF16).eval()
+    x = torch.randn(2, 40, CHANNELS, dtype=BF16)
+    with fx_fuser.installed(OPTIONS), torch.no_grad():
+        near(torch.compile(model)(x), model(x))
+    assert counters[COUNTERS] == {"convolution": 1}
 
 
 def test_it_is_not_offered_without_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ def settings(
     """These settings of Inductor, setting → pass, with the pass behind them if the graph may have
     a convolution for it. gm: the untouched graph. inputs: its own."""
     asks = OFFERED and options.inner == "inductor" and options.grows
+    if options.users_pass("deterministic"):  # in which nothing may be timed
+        asks = False
     if not asks or not any(map(_may_be_one, _nodes_of(gm))):
         return {**passes}
     used = {v.device for v in inputs if isinstance(v, Tensor) and v.device.type == "cuda"}
