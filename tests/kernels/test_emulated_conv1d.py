@@ -82,6 +82,15 @@ def test_wav2vec2_for_one_group() -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [120], indirect=True)
+def test_two_stages_where_three_do_not_fit(gpu: EmulatedGpu) -> None:
+    failures: list[str] = []
+    sizes = Sizes(1, 70, 1, (64, 64), 128, 64)
+    conv1d_checks.check_forward(failures, sizes, BF16, random.Random(0))
+    assert not failures, "\n".join(failures)
+
+
 def test_infinities_and_nan() -> None:
     passes(conv1d_checks.not_numbers, Sizes(2, 70, 2, (8, 16), 19, 9), BF16)
 
