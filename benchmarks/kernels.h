@@ -11,6 +11,7 @@
 #include "host/attention_bias.h"
 #include "host/attention_bias_backward.h"
 #include "host/attention_split.h"
+#include "host/conv1d.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
@@ -220,6 +221,16 @@ bool attention_backward(int64_t handle, const std::vector<Tensor>& tensors,
 
 }  // namespace
 
+bool conv1d(int64_t handle, const Tensor& x, const Tensor& weight,
+            const std::optional<Tensor>& bias, const Tensor& z, int64_t padding) {
+  return run_conv1d(kernels_of<Conv1dKernels>(handle), x, weight, bias, z, padding);
+}
+
+bool conv1d_weight(int64_t handle, const Tensor& x, const Tensor& dz, const Tensor& dw,
+                   int64_t padding) {
+  return run_conv1d_weight(kernels_of<Conv1dWeightKernels>(handle), x, dz, dw, padding);
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
@@ -267,6 +278,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "attention_backward(int kernels, Tensor[] tensors, Tensor(a!)[] to, float scale, "
       "bool is_causal, Tensor? seed, float dropout) -> bool");
   m.def(
+      "conv1d(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) z, int padding) -> "
+      "bool");
+  m.def("conv1d_weight(int kernels, Tensor x, Tensor dz, Tensor(a!) dw, int padding) -> bool");
+  m.def(
       "attention_bias(int kernels, Tensor[] tensors, Tensor(a!) out, Tensor(b!)? lse, float scale, "
       "bool is_causal, bool alone, Tensor? seed, float dropout) -> bool");
   m.def(
@@ -291,6 +306,8 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("implicit", TORCH_BOX(&implicit));
   m.impl("attention_split", TORCH_BOX(&attention_split));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("conv1d", TORCH_BOX(&conv1d));
+  m.impl("conv1d_weight", TORCH_BOX(&conv1d_weight));
   m.impl("attention_bias", TORCH_BOX(&attention_bias));
   m.impl("attention_bias_backward", TORCH_BOX(&attention_bias_backward));
 }

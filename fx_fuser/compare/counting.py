@@ -10,11 +10,14 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import attention_split, contractions, head_loss, padding, products
+from fx_fuser.passes import attention_split, contractions, conv1d, head_loss, padding, products
 from fx_fuser.passes.by_hand import rewrite as by_hand
 
 # The keys of `Sites` that count changes.
-CHANGED = ("fused", "masks", "by_hand", "products", "attention", "padded", "contractions", "heads")
+CHANGED = (
+    *("fused", "masks", "by_hand", "products", "attention", "padded", "convolutions"),
+    *("contractions", "heads"),
+)
 _MOST_OF_WARNING = 400  # characters
 
 
@@ -28,6 +31,7 @@ class Sites(TypedDict, total=False):
     products: dict[str, int]  # gemms replaced in Inductor's graphs
     attention: dict[str, int]  # fp32 attentions replaced there
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
+    convolutions: dict[str, int]  # along one dimension, of 16 bits, replaced there
     contractions: dict[str, int]  # sums of products that are gemms now
     heads: dict[str, int]  # Linears that are one op with their loss
     warnings: list[str]  # that name fx_fuser
@@ -44,6 +48,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "products": products.COUNTERS,
         "attention": attention_split.COUNTERS,
         "padded": padding.COUNTERS,
+        "convolutions": conv1d.COUNTERS,
         "contractions": contractions.COUNTER,
         "heads": head_loss.COUNTER,
     }

@@ -100,7 +100,8 @@ def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUE}
     values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-    with tree_leaves(like.meta["val"])[0].fake_mode:
+    results = (v for v in tree_leaves(like.meta["val"]) if v is not None)  # some are not asked for
+    with next(results).fake_mode:
         made.meta["val"] = target(*values, **named)
     return made
 

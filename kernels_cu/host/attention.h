@@ -20,15 +20,7 @@ namespace {
 // The kernels of this name. Loads them on first use; null if that fails.
 template <class Kernels>
 const Kernels* attention_kernels(const std::string& name, const Tensor& q) {
-  require_cuda(q, "q");
-  const int device = q.get_device_index();
-  const Kernels* found = registry<Kernels>().find(name, device);
-  if (found != nullptr || !is_first_miss(name, device)) return found;
-  std::array<StableIValue, 2> stack{torch::stable::detail::from(q),
-                                    torch::stable::detail::from(name)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("fx_fuser::load_attention", "", stack.data(), TORCH_ABI_VERSION));
-  return registry<Kernels>().find(name, device);
+  return kernels_named<Kernels>(name, q, "fx_fuser::load_attention");
 }
 
 // A tensor [batch, head, row, element] with q's batches, heads and elements; its memory order is

@@ -2,6 +2,7 @@
 // family's file in this folder registers its loader.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -96,6 +97,19 @@ int64_t load(const std::string& family, const std::string& name,
   STD_TORCH_CHECK(found != loaders().end(), "fx_fuser: there is no family of kernels ", family);
   const OnDevice on_device(static_cast<int>(device));
   return found->second({name, cubins, signature, static_cast<int>(device), rates});
+}
+
+// The kernels of this name; loaded by this op if they were not, null where they do not load.
+template <class Kernels>
+const Kernels* kernels_named(const std::string& name, const Tensor& on, const char* loader) {
+  require_cuda(on, "the first operand");
+  const int device = on.get_device_index();
+  const Kernels* found = registry<Kernels>().find(name, device);
+  if (found != nullptr || !is_first_miss(name, device)) return found;
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(on),
+                                    torch::stable::detail::from(name)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(loader, "", stack.data(), TORCH_ABI_VERSION));
+  return registry<Kernels>().find(name, device);
 }
 
 }  // namespace

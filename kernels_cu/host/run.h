@@ -22,6 +22,7 @@
 
 #include "host/attention.h"
 #include "host/conv.h"
+#include "host/conv1d.h"
 #include "host/conv_backward.h"
 #include "host/folded.h"
 #include "host/linear.h"
@@ -275,6 +276,8 @@ Program program_of(const std::string& program) {
   if (name == "attention_window_backward") {
     return program_of(make_attention_window_backward, text);
   }
+  if (name == "conv1d") return program_of(make_conv1d, text);
+  if (name == "conv1d_weight") return program_of(make_conv1d_weight, text);
   if (name == "conv2d") return program_of(make_conv2d, text);
   if (name == "conv2d_batchnorm") return program_of(make_conv2d_batchnorm, text);
   if (name == "conv2d_backward") return program_of(conv2d_backward, text);

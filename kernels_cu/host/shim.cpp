@@ -12,6 +12,7 @@
 #include "host/batch_stats.h"
 #include "host/contract.h"
 #include "host/conv.h"
+#include "host/conv1d.h"
 #include "host/conv_backward.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"

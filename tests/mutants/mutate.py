@@ -36,6 +36,7 @@ import mutants_attention_split
 import mutants_bmm
 import mutants_by_hand
 import mutants_cache
+import mutants_conv1d
 import mutants_extreme
 import mutants_halves
 import mutants_heads
@@ -219,8 +220,8 @@ def survives(mutant: Mutant, server: ForkingServer) -> bool:
 def all_mutants() -> list[Mutant]:
     batches = (
         mutants_matching, mutants_aoti, mutants_aten, mutants_attention, mutants_attention_bias,
-        mutants_attention_split, mutants_bmm, mutants_by_hand, mutants_cache, mutants_extreme,
-        mutants_halves, mutants_heads, mutants_install, mutants_masks,
+        mutants_attention_split, mutants_bmm, mutants_by_hand, mutants_cache, mutants_conv1d,
+        mutants_extreme, mutants_halves, mutants_heads, mutants_install, mutants_masks,
         mutants_provenance, mutants_rest, mutants_tp, mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)

@@ -204,12 +204,14 @@ NAMED = {
     "installation": {"split"},  # of which the environment may choose the loop
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
+    "ops.conv1d.__init__": {"conv1d"},  # of Inductor's graphs, no site
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
     "ops.library": {"attention", "folded", "unaligned"},
     "ops.plain": {"planes"},  # how much memory a plane takes
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},
+    "ops.attention_bias.window": {"attention"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
@@ -220,6 +222,10 @@ NAMED = {
     "passes.attention_split.biased": {"attention"},
     "passes.attention_split.dropout": {"attention"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
+    "passes.by_hand.rewrite": {"attention"},
+    "passes.by_hand.windows": {"attention"},
+    "passes.conv1d.__init__": {"conv1d"},
+    "passes.conv1d.site": {"conv1d"},
     "passes.head_loss.__init__": {"head_loss"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.planes.__init__": {"planes"},

@@ -347,7 +347,7 @@ STAY = [
     (capped, "tanh is applied"),
     (a_number, "or a number"),
     (a_factor_of_rows, "not one number of each head"),
-    (divided_by_a_tensor, "takes no number"),
+    (divided_by_a_tensor, "is not by a number"),
     (over_queries, ""),
     (read_elsewhere, "also used by"),
     (few_keys, "for several of its queries"),
