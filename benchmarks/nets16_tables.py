@@ -119,23 +119,23 @@ def section(rows: Sequence[Row]) -> str:
     heads += ["", "wall", "peak memory", "Inductor compiles, s", "fx_fuser, s", "error", "eager's"]
     heads += ["falls short"]
     said_first = (
-        "Unmodified nets as people train and serve them. Inductor and fx_fuser take turns in a "
-        "process of their own. A training step is forward, loss and backward; amp: fp32 weights "
-        "and `torch.autocast` in bf16."
+        "Unmodified nets as people train and serve them. Each row has a process of its own, in "
+        "which Inductor and fx_fuser take turns. A training step is forward, loss and backward; "
+        "amp: fp32 weights and `torch.autocast` in bf16."
     )
     columns = (
         "*Inductor*, *fx_fuser*: GPU time in ms, medians of profiled steps.",
         "*±*: half the range of the ratio. *Same graphs*: nothing is fused, and Inductor compiled "
-        "the same graphs for both, so any difference is its own (not checked in rows of ce1a8e1 "
-        "and before). *Inductor again*: Inductor's time over that of a second compilation of its "
-        "own, GPU and wall time.",
+        "the same graphs for both, so any difference is Inductor's own (not checked in rows of "
+        "ce1a8e1 and before). *Inductor again*: Inductor's time over that of a second compilation "
+        "of its own, GPU and wall time.",
         "*Compiles*: the first call with empty caches; not measured if other processes compiled at "
         "the same time.",
-        "*Error*: relative Frobenius error against float64, the larger one of all outputs and of "
-        "all gradients.",
-        f"*Falls short*: slower than {LEAST} of Inductor, or slower than the spread allows, in GPU "
-        "or wall time (of Inductor's two compilations the slower one counts; with the same graphs "
-        "their difference is allowed as well); more than 1 % more memory; a value beyond "
+        "*Error*: relative Frobenius error against float64; the larger of that of all outputs and "
+        "that of all gradients.",
+        f"*Falls short*: less than {LEAST} of Inductor's speed, or slower than the spread allows, "
+        "in GPU or wall time (of Inductor's two compilations the slower one counts; with the same "
+        "graphs their difference is allowed as well); more than 1 % more memory; a value beyond "
         "[the bound](accuracy.md#the-bound).",
     )
     parts = ["## Nets in 16 bits", tables.wrapped(said_first)]

@@ -171,7 +171,7 @@ def linear_section(figures: Figures) -> str:
         ]
         for row in figures["timing"]
     ]
-    header = ["by itself", "ms", "back to back", "eager", "TFLOP/s"]
+    header = ["alone", "ms", "back to back", "eager", "TFLOP/s"]
     return "\n\n".join(
         (
             tables.wrapped(
@@ -180,15 +180,15 @@ def linear_section(figures: Figures) -> str:
             ),
             accuracy_table(figures),
             tables.wrapped(
-                f"The worst single row of an output is at {worst['worst_row']:.1e} "
+                f"The worst single row of an output has an error of {worst['worst_row']:.1e} "
                 f"({worst['data']}, K = {worst['k']:,}; SGEMM's {worst['sgemm_worst_row']:.1e})."
             ),
             tabulate(times, header, "github", disable_numparse=True),
             tables.wrapped(
                 f"{figures['gpu']}, driver {figures['driver']}, torch {figures['torch']}, measured "
                 f"{figures['date'][:10]} at {figures['commit']} by "
-                "`python -m benchmarks.linear_sm90`; back to back is the mean of 0.4 s, where the "
-                "power cap binds."
+                "`python -m benchmarks.linear_sm90`; back to back is the mean over 0.4 s, "
+                "during which the power cap limits the GPU."
             ),
         )
     )

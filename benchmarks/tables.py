@@ -314,8 +314,8 @@ def whole_nets_section(rows: Sequence[Row]) -> str:
         "Medians in ms; a training step is forward, loss and backward. Precision: the setting of "
         "`torch.set_float32_matmul_precision`. Error: relative Frobenius error of the logits "
         "against float64, without dropout. Accurate, yes: every output and gradient is within the "
-        "[bound](accuracy.md#the-bound); as Inductor: those that are not are of operations that "
-        "Inductor computes, and within the same bound of Inductor's error."
+        "[bound](accuracy.md#the-bound); as Inductor: all values beyond it come from operations "
+        "that Inductor computes, and are within the same bound relative to Inductor's error."
     )
     body = kinds_table(rows)
     parts = [caption(rows, "whole_nets"), whole_nets_table(rows), wrapped(said)]

@@ -294,7 +294,7 @@ def test_the_accuracy_table_is_what_the_kernels_harness_found(tmp_path: Path) ->
         ("outliers", "3.0 (2.0)", ""),
         ("#70", "0.600", "0.700", "2.800", "210"),
     } <= cells
-    assert "The worst single row of an output is at 6.0e-07 (outliers, K = 64" in page
+    assert "The worst single row of an output has an error of 6.0e-07 (outliers, K = 64" in page
 
 
 def test_check_needs_no_matplotlib_to_see_a_stale_picture(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_readme_says_how_many_are_slower_and_how_much() -> None:
     slower = [row for row in rows if nets16_tables.slower(row)]
     text = " ".join((report.ROOT / "README.md").read_text().split())
     said = re.search(
-        r"are (\d+) of (\d+) nets .*? by up to ([\d.]+) % in GPU time and ([\d.]+) %", text
+        r"Inductor\*\*: (\d+) of the (\d+) .*? by up to ([\d.]+) % in GPU time and ([\d.]+) %", text
     )
     assert said
     least = [
