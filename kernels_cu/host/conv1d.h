@@ -163,7 +163,7 @@ std::optional<Conv1dCut> conv1d_cut(const Conv1dKernels& kernels, const Conv1dSi
 }
 
 // z = the convolution of x [batch, frame, channel] and weight [group, tap, out channel, in
-// channel], + bias, a number a channel. z is [batch, out frame, channel], dense. False, and nothing
+// channel], + bias, one number per channel. z is [batch, out frame, channel], dense. False, and nothing
 // is launched, where the kernel does not take these tensors.
 bool run_conv1d(const Conv1dKernels& kernels, const Tensor& x, const Tensor& weight,
                 const std::optional<Tensor>& bias, const Tensor& z, int64_t padding) {

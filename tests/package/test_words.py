@@ -63,7 +63,7 @@ def texts() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             # The logs of what was tried are as they were written.
-            is_log = path.name == "NOTES.md"
+            is_log = path.name.startswith("NOTES")
             if path.suffix in SUFFIXES and not is_log and path != Path(__file__):
                 yield path
 
