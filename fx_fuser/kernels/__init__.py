@@ -76,7 +76,7 @@ def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
     choices = {"product": kernel.name, "backward": backward, "again": case.recomputes}
     if case.site.kind not in CONVOLUTION_KINDS:
         return choices
-    asked = case.options.fp32 == "tf32"
+    asked = case.options.asks_tf32
     if case.options.fp32 == "follow":
         asked = conv_tf32_requested()
     return {"tf32": (asked or kernel.in_tf32) and may_be_tf32(case.tensors[0]), **choices}
@@ -98,7 +98,7 @@ def examples(arch: str) -> list[KernelSpec]:
     """What CI compiles for an architecture, of each kernel the one that stands for all first."""
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
-    return [*of_sites, *attentions, *head_loss.examples(), *planes.examples(arch)]
+    return [*of_sites, *attentions, *head_loss.examples(), *planes.examples()]
 
 
 def unavailable(device: torch.device | str | int) -> str | None:
