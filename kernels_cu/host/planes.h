@@ -181,7 +181,7 @@ RepairFactor repair_factor(const Tensor& tensor, int64_t line, int64_t k) {
 int64_t bearable_repairs(const PlaneKernels& kernels, const PlanesRepairArgs& args) {
   constexpr int64_t kProductsInTf32 = 1024;  // a cycle of a multiprocessor
   constexpr int64_t kCyclesOfK = 20;         // of a warp, for a repair
-  const int64_t results = args.batches * args.m * args.n;
+  const int64_t results = int64_t{args.batches} * args.m * args.n;
   const int64_t cycles = results / kernels.multiprocessors * args.k / kProductsInTf32;
   return 1 + cycles / 10 / (kCyclesOfK * std::max(args.k, 1));
 }
@@ -223,17 +223,23 @@ std::tuple<Tensor, Tensor> planes_product(const Tensor& a, const Tensor& b, cons
   args.factors = static_cast<float*>(factors.data_ptr());
   args.a = repair_factor(a, rank - 2, rank - 1);
   args.b = repair_factor(b, rank - 1, rank - 2);
-  args.batches = rank == 3 ? a.size(0) : 1;
   args.m = static_cast<int32_t>(a.size(-2));
   args.n = static_cast<int32_t>(b.size(-1));
   args.k = static_cast<int32_t>(a.size(-1));
-  args.strips = static_cast<int32_t>(ceil_div(args.n, kRepairStrip));
+  const int64_t batches = rank == 3 ? a.size(0) : 1;
+  const int64_t pairs = ceil_div(args.m, 2);
+  const int64_t strips = ceil_div(args.n, kRepairStrip);
+  STD_TORCH_CHECK(batches * pairs * strips < std::numeric_limits<int32_t>::max() - (1 << 24),
+                  "fx_fuser: a product of ", to_string(a.sizes()), " and ", to_string(b.sizes()),
+                  " is too large");
+  args.batches = static_cast<uint32_t>(batches);
+  args.pairs = make_divisor(static_cast<uint32_t>(std::max<int64_t>(pairs, 1)));
+  args.strips = make_divisor(static_cast<uint32_t>(std::max<int64_t>(strips, 1)));
   args.least_sum = kLeastPlanesSum * std::sqrt(static_cast<float>(args.k));
   args.bearable = static_cast<int32_t>(bearable_repairs(kernels, args));
   args.precision_flag = kernels.precision->flag(sizes);
   constexpr int64_t kRepairBlocks = 2;  // a multiprocessor
-  const int64_t blocks =
-      ceil_div(args.batches * ceil_div(args.m, 2) * args.strips, kRepairThreads / 32);
+  const int64_t blocks = ceil_div(batches * pairs * strips, kRepairThreads / 32);
   const OnDevice on_device(device);
   launch(kernels.repair, std::clamp<int64_t>(blocks, 1, kRepairBlocks * kernels.multiprocessors),
          kRepairThreads, current_stream(device), args);

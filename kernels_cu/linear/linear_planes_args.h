@@ -43,7 +43,7 @@ struct PlaneArgs {
 
 constexpr int kRepairThreads = 256;
 constexpr int kRepairColumns = 16;       // of a row, that a warp computes at once
-constexpr int kRepairStrip = 512;        // columns of two rows, that a warp looks at
+constexpr int kRepairStrip = 256;        // columns of two rows, that a warp looks at
 constexpr float kLeastPlanesSum = 2.0f;  // times the square root of k, with both scales
 
 struct RepairFactor {
@@ -61,8 +61,9 @@ struct PlanesRepairArgs {
   float* factors;  // two, whose product takes the scales away
   RepairFactor a;
   RepairFactor b;
-  int64_t batches;
-  int32_t strips;  // of a row
+  uint32_t batches;
+  Divisor<uint32_t> pairs;   // of rows, in a matrix
+  Divisor<uint32_t> strips;  // of a row
   int32_t m;
   int32_t n;
   int32_t k;

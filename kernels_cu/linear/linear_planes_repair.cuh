@@ -12,58 +12,65 @@
 
 namespace fx_fuser {
 
+// Of one matrix of a batch, by a warp.
 struct PlanesRepair {
   const PlanesRepairArgs& args;
   PowerOfTwo scale;
+  const float* a;
+  const float* b;
+  float* sums;
 
-  // Columns n... of a row, by a warp: those of `wanted`, a bit each.
-  __device__ __forceinline__ void compute(int64_t row, int n, uint32_t wanted) const {
+  // Columns n... of a row: those of `wanted`, a bit each.
+  __device__ __forceinline__ void compute(int row, int n, uint32_t wanted) const {
     const int lane = threadIdx.x % 32;
-    const int64_t batch = row / args.m;
-    const float* a = row_of_a(row);
-    const float* b = args.b.data + batch * args.b.batch;
+    const float* of_row = a + row * args.a.line;
+    const int columns = min(kRepairColumns, args.n - n);
     float sum[kRepairColumns] = {};
+#pragma unroll 1
     for (int k = lane; k < args.k; k += 32) {
-      const float value = a[k * args.a.k];
+      const float value = of_row[k * args.a.k];
+      const float* of_column = b + n * args.b.line + k * args.b.k;
 #pragma unroll
       for (int c = 0; c < kRepairColumns; ++c) {
-        if (n + c >= args.n) continue;
-        sum[c] = fmaf(value, b[(n + c) * args.b.line + k * args.b.k], sum[c]);
+        if (c < columns) sum[c] = fmaf(value, *of_column, sum[c]);
+        of_column += args.b.line;
       }
     }
     float own = 0;
 #pragma unroll
     for (int c = 0; c < kRepairColumns; ++c) {
+#pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) {
         sum[c] += __shfl_xor_sync(0xFFFFFFFF, sum[c], distance);
       }
       if (lane == c) own = sum[c];
     }
     // Lanes beyond the columns have no bit.
-    if (wanted >> lane & 1) args.sums[row * args.n + n + lane] = scale.times(own);
+    if (wanted >> lane & 1) sums[int64_t{row} * args.n + n + lane] = scale.times(own);
     __syncwarp();
   }
 
   // Is the row of a more than zeros? Zeros times anything finite are what the sums were.
-  __device__ __forceinline__ bool has_values(int64_t row) const {
-    const float* a = row_of_a(row);
+  __device__ __forceinline__ bool has_values(int row) const {
+    const float* of_row = a + row * args.a.line;
+#pragma unroll 1
     for (int first = 0; first < args.k; first += 32) {
       const int k = first + static_cast<int>(threadIdx.x) % 32;
-      const float value = k < args.k ? a[k * args.a.k] : 0.0f;
+      const float value = k < args.k ? of_row[k * args.a.k] : 0.0f;
       if (__any_sync(0xFFFFFFFF, value != 0)) return true;
     }
     return false;
   }
 
   // Of two rows, the second if there is one. How many times the warp computed.
-  __device__ __forceinline__ int strip(int64_t row, bool has_second, int first) const {
-    const Doubts doubts = look(row, has_second, first);
+  __device__ __forceinline__ int strip(int row, int first) const {
+    const Doubts doubts = look(row, first);
     int computed = 0;
-    if (__any_sync(0xFFFFFFFF, doubts.of_row != 0)) {
-      computed += compute_doubted(row, first, doubts.of_row);
-    }
-    if (__any_sync(0xFFFFFFFF, doubts.of_second != 0)) {
-      computed += compute_doubted(row + 1, first, doubts.of_second);
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t doubted = r == 0 ? doubts.of_row : doubts.of_second;
+      if (!__any_sync(0xFFFFFFFF, doubted != 0)) continue;
+      computed += compute_doubted(row + r, first, doubted);
     }
     return computed;
   }
@@ -77,8 +84,10 @@ struct PlanesRepair {
 
   // A sum is doubted that is small beside one that is, in its row or its column: one alone is small
   // by chance. What lies outside of the matrix is as if it were.
-  __device__ __forceinline__ Doubts look(int64_t row, bool has_second, int first) const {
+  __device__ __forceinline__ Doubts look(int row, int first) const {
     const int lane = threadIdx.x % 32;
+    const bool has_second = row + 1 < args.m;
+    const float* from = sums + int64_t{row} * args.n + first + lane;
     float sum[2][kRepairStrip / 32];
 #pragma unroll
     for (int i = 0; i < kRepairStrip / 32; ++i) {
@@ -86,7 +95,7 @@ struct PlanesRepair {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const bool is_there = n < args.n && (r == 0 || has_second);
-        sum[r][i] = is_there ? args.sums[(row + r) * args.n + n] : 0.0f;
+        sum[r][i] = is_there ? from[r * args.n + 32 * i] : 0.0f;
       }
     }
     Doubts found{};
@@ -108,7 +117,7 @@ struct PlanesRepair {
     return (bits >> 1 & 0x55555555) | (bits << 1 & 0xAAAAAAAA);
   }
 
-  __device__ __forceinline__ int compute_doubted(int64_t row, int first, uint32_t doubted) const {
+  __device__ __forceinline__ int compute_doubted(int row, int first, uint32_t doubted) const {
     constexpr uint32_t kColumns = (1u << kRepairColumns) - 1;
     if (!has_values(row)) return 0;
     int computed = 0;
@@ -121,11 +130,6 @@ struct PlanesRepair {
       ++computed;
     }
     return computed;
-  }
-
-  __device__ __forceinline__ const float* row_of_a(int64_t row) const {
-    const int64_t batch = row / args.m;
-    return args.a.data + batch * args.a.batch + (row - batch * args.m) * args.a.line;
   }
 };
 
@@ -152,19 +156,19 @@ __device__ __forceinline__ void planes_repair(const PlanesRepairArgs& args) {
     args.factors[1] = unscale.second;
   }
   if (!is_scaled || !has_lost(args)) return;
-  const PlanesRepair repair{args, PowerOfTwo::of(min(exponent, kMostExponent))};
+  const auto scale = PowerOfTwo::of(min(exponent, kMostExponent));
   constexpr int kWarps = kRepairThreads / 32;
   int64_t repaired = 0;
   // Pairs of rows of each matrix, then strips of these.
-  const int pairs = (args.m + 1) / 2;
-  const int64_t of_batch = int64_t{pairs} * args.strips;
-  for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; i < args.batches * of_batch;
-       i += int64_t{gridDim.x} * kWarps) {
-    const int64_t batch = i / of_batch;
-    const auto inside = static_cast<int>(i - batch * of_batch);
-    const int row = inside / args.strips * 2;
-    repaired +=
-        repair.strip(batch * args.m + row, row + 1 < args.m, inside % args.strips * kRepairStrip);
+  const uint32_t units = args.batches * args.pairs.size * args.strips.size;
+  for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < units; i += gridDim.x * kWarps) {
+    const uint32_t row = divide(i, args.strips);
+    const uint32_t batch = divide(row, args.pairs);
+    const PlanesRepair repair{args, scale, args.a.data + batch * args.a.batch,
+                              args.b.data + batch * args.b.batch,
+                              args.sums + int64_t{batch} * args.m * args.n};
+    repaired += repair.strip(static_cast<int>(row - batch * args.pairs.size) * 2,
+                             static_cast<int>(i - row * args.strips.size) * kRepairStrip);
   }
   if (threadIdx.x % 32 == 0 && repaired > args.bearable) {
     *args.precision_flag = static_cast<uint32_t>(min(repaired / args.bearable, int64_t{1000}));
