@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._inductor.fx_utils import get_node_storage
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -51,7 +52,7 @@ _PRODUCT = torch.ops.fx_fuser.planes_product.default
 _LEAST = 2**28  # multiply-adds: with fewer the library is done when planes are made
 # A plane for times: what the data of a run have shown it, that of timing does not know.
 _TIMED = dataclasses.replace(PLANES, use="timing")
-# Which elements of its operand each returns, their meta says.
+# Operations that return their operand's memory; the last two where its strides allow it.
 _VIEWS = {
     _aten.alias.default,
     _aten.expand.default,
@@ -65,6 +66,8 @@ _VIEWS = {
     _aten.transpose.int,
     _aten.unsqueeze.default,
     _aten.view.default,
+    _aten.reshape.default,  # what Inductor makes of a view
+    _aten._unsafe_view.default,
 }
 
 
@@ -117,8 +120,15 @@ def turned(form: TensorForm) -> TensorForm:
     return dataclasses.replace(form, size=size, stride=stride)
 
 
+def _is_view(node: Node) -> bool:
+    if node.op != "call_function" or node.target not in _VIEWS:
+        return False
+    storage = get_node_storage(node)
+    return storage is not None and storage == get_node_storage(node.args[0])  # type: ignore[arg-type]
+
+
 def _root(node: Node) -> Node:
-    while node.op == "call_function" and node.target in _VIEWS:
+    while _is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -262,7 +272,7 @@ def _joins_what_follows(node: Node) -> bool:
     for reader in node.users:
         if reader.op != "call_function" or not isinstance(reader.target, torch._ops.OpOverload):
             return False
-        if reader.target in _VIEWS:
+        if _is_view(reader):
             if not _joins_what_follows(reader):
                 return False
         elif not {torch.Tag.pointwise, torch.Tag.reduction} & {*reader.target.tags}:
