@@ -1,13 +1,12 @@
 """Gemms from planes in Inductor's graphs: which tensors have one plane for several gemms, what is
-computed, which gemms pay for their planes. On a CPU the ops round to fp16 as the kernels do."""
+computed. On a CPU the ops round to fp16 as the kernels do."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from benchmarks.high_accuracy import ALLOWED, to_tf32
 from benchmarks.sm90 import relative, worst_row
 from fx_fuser.kernels import planes as of_kernels
 from fx_fuser.passes.planes import COUNTERS, PlaneProducts
-from fx_fuser.passes.planes.choice import Offer, chosen
 from fx_fuser.planning import plan
 
 _PLANE = torch.ops.fx_fuser.plane.default
@@ -269,7 +267,7 @@ def test_generated_programs_keep_the_contract() -> None:
 
 @pytest.mark.slow
 def test_many_generated_programs_keep_the_contract() -> None:
-    assert judged(range(1000, 2500)) > 4000
+    assert judged(range(1000, 1800)) > 2000
 
 
 def test_planes_are_gone_behind_their_last_reader() -> None:
@@ -312,7 +310,9 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     torch._dynamo.reset()
     counters.clear()
-    yield
+    of_graphs = torch._inductor.config.patch(fx_graph_cache=False)  # where one is, no pass runs
+    with of_graphs, torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
     torch.backends.cuda.matmul.fp32_precision = before
 
 
@@ -405,6 +405,7 @@ def test_options_that_ask_for_something_else(fp32: str) -> None:
     assert replaced() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_torchs_setting_and_the_option(precision: str) -> None:
@@ -438,52 +439,3 @@ def test_nothing_is_offered_yet() -> None:
         torch.compile(Net(), backend="fx_fuser", options=OPTIONS)(torch.randn(32, 16))
     torch.backends.cuda.matmul.fp32_precision = before
     assert replaced() == 0
-
-
-# ---- the choice ----------------------------------------------------------------------------------
-
-
-def total(kept: set[str], offers: Mapping[str, Offer], costs: Mapping[Hashable, float]) -> float:
-    """ms that the library takes more."""
-    planes = {plane for gemm in kept for plane in offers[gemm].planes}
-    return sum(offers[gemm].gain for gemm in kept) - sum(costs[plane] for plane in planes)
-
-
-def test_gemms_share_the_cost_of_a_plane() -> None:
-    costs = {"x": 0.6, "w": 0.1, "v": 0.1}
-    offers = {
-        "one": Offer(1.0, 0.5, frozenset({"x", "w"})),
-        "other": Offer(1.0, 0.5, frozenset({"x", "v"})),
-    }
-    assert chosen(offers, costs) == {"one", "other"}
-    assert chosen({"one": offers["one"]}, costs) == set()
-
-
-def test_a_gemm_that_pays_for_nobody_goes() -> None:
-    costs = {"x": 0.1, "w": 0.1, "v": 0.6}
-    offers = {
-        "pays": Offer(1.0, 0.5, frozenset({"x", "w"})),
-        "does not": Offer(1.0, 0.5, frozenset({"x", "v"})),
-        "is slower": Offer(0.4, 0.5, frozenset({"x", "w"})),
-    }
-    assert chosen(offers, costs) == {"pays"}
-
-
-def test_the_choice_never_loses_and_is_seldom_far_from_the_best() -> None:
-    draw = random.Random(0)
-    shares = []
-    for _ in range(300):
-        costs: dict[Hashable, float] = {f"p{i}": draw.uniform(0, 0.5) for i in range(4)}
-        offers = {
-            f"g{i}": Offer(1.0, draw.uniform(0.3, 1.1), frozenset(draw.sample(sorted(costs), 2)))  # type: ignore[type-var]
-            for i in range(5)
-        }
-        best = max(
-            total(set(kept), offers, costs)
-            for count in range(6)
-            for kept in itertools.combinations(offers, count)
-        )
-        found = total(chosen(offers, costs), offers, costs)
-        assert found >= 0
-        shares.append((found, best))
-    assert sum(found for found, _ in shares) >= 0.95 * sum(best for _, best in shares)
