@@ -218,6 +218,7 @@ std::tuple<Tensor, Tensor> planes_product(const Tensor& a, const Tensor& b, cons
     STD_TORCH_CHECK(sums, "fx_fuser: the library's product of ", to_string(a.sizes()), " and ",
                     to_string(b.sizes()), " failed");
   }
+  STD_TORCH_CHECK(sums->is_contiguous(), "fx_fuser: the library's product is not row-major");
   const Tensor factors = new_dense(a, {2}, ScalarType::Float);
   args.sums = static_cast<float*>(sums->data_ptr());
   args.factors = static_cast<float*>(factors.data_ptr());
