@@ -20,7 +20,7 @@ def conv1d(
         spec: a kernel of `fx_fuser.kernels.conv1d.spec_of`; all tensors are of its dtype.
         x: [batch, frame, channel]; channels adjacent, other strides multiples of 8.
         weight: [group, tap, out channel, in channel], contiguous; both multiples of 8.
-        bias: a number a channel, contiguous.
+        bias: one number per channel, contiguous.
         z: [batch, frame, channel], contiguous. Shares memory with no other tensor here.
 
     Returns, raises: as `benchmarks.kernels.linear_split`.

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from benchmarks import linear_sm90, sm90
 from benchmarks.sm90 import normal, relative, spread, worst_row
+from fx_fuser.kernels.planes import LEAST_NORMAL, TOP, doubted
 
-TOP = 14  # the exponent to which a scale brings the largest value
-LEAST_NORMAL = 2.0**-14  # of fp16
-LEAST_SUM = 0.5  # times the root of k: scaled sums below it are not trusted
 ALLOWED = 1.05  # times TF32's error
 
 
@@ -98,16 +96,10 @@ def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def flagged(x: Plane, weight: Plane, sums: Tensor) -> Tensor:
-    """Which results the kernel does not trust: both sums of a pair of the weight's rows are small,
-    and something was lost."""
+    """Which results the kernel does not trust, if something was lost."""
     if not bool(x.lost.any() or weight.lost.any()):
         return torch.zeros_like(sums, dtype=torch.bool)
-    small = sums.abs() < LEAST_SUM * x.values.shape[1] ** 0.5
-    if x.values.shape[0] == 0:
-        return small
-    # A thread has rows r and r + 8 of each 16 of the weight.
-    pairs = small.unflatten(1, (-1, 2, 8))
-    return pairs.all(2, keepdim=True).expand_as(pairs).flatten(1)
+    return doubted(sums * x.values.shape[1] ** -0.5)
 
 
 def measured(k: int, name: str, x: Tensor, weight: Tensor) -> Row:

@@ -18,10 +18,8 @@
 #include "host/implicit.h"
 #include "host/linear_combs.h"
 #include "host/linear_dense.h"
-#include "host/linear_planes.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"
-#include "host/planes.h"
 #include "host/stem.h"
 
 namespace fx_fuser {
@@ -84,34 +82,6 @@ bool linear_combs(int64_t handle, const Tensor& x, const Tensor& weight,
                   const std::vector<double>& scalars) {
   return run_linear_combs(kernels_of<LinearCombsKernels>(handle), x, weight, bias, out, z,
                           {operands, scalars});
-}
-
-bool make_plane(int64_t handle, const Tensor& matrix, const Tensor& plane, const Tensor& facts) {
-  return run_planes(kernels_of<PlaneKernels>(handle), matrix, plane, facts);
-}
-
-bool linear_planes(int64_t handle, const Tensor& x, const Tensor& weight,
-                   const std::optional<Tensor>& bias, const Tensor& out,
-                   const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                   const std::vector<double>& scalars, int64_t chunks) {
-  return run_linear_planes(kernels_of<LinearPlanesKernels>(handle), x, weight, bias, out, z,
-                           {operands, scalars}, chunks);
-}
-
-// From planes of x and the weight, each with its facts.
-bool multiply_planes_of(int64_t handle, const std::vector<Tensor>& x,
-                        const std::vector<Tensor>& weight, const Tensor& out) {
-  STD_TORCH_CHECK(x.size() == 3 && weight.size() == 3,
-                  "fx_fuser: a plane is a matrix, values and facts");
-  const auto& kernels = kernels_of<LinearPlanesKernels>(handle);
-  const auto sources = plane_sources(kernels, x[0], weight[0], out);
-  if (!sources) return false;
-  const auto plane = [](const PlaneSource& from, const std::vector<Tensor>& of) {
-    return Plane16{from, of[1].data_ptr(), static_cast<PlaneFacts*>(of[2].data_ptr())};
-  };
-  const OnDevice on_device(out.get_device_index());
-  return multiply_planes(kernels, plane((*sources)[0], x), plane((*sources)[1], weight), {}, out,
-                         {}, {}, current_stream(out.get_device_index()));
 }
 
 bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
@@ -247,11 +217,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "linear_combs(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
   m.def(
-      "linear_planes(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
-      "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks) -> bool");
-  m.def("multiply_planes(int kernels, Tensor[] x, Tensor[] weight, Tensor(a!) out) -> bool");
-  m.def("make_plane(int kernels, Tensor matrix, Tensor(a!) plane, Tensor(b!) facts) -> bool");
-  m.def(
       "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def(
@@ -295,9 +260,6 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
   m.impl("linear_unaligned", TORCH_BOX(&linear_unaligned));
   m.impl("linear_combs", TORCH_BOX(&linear_combs));
-  m.impl("linear_planes", TORCH_BOX(&linear_planes));
-  m.impl("multiply_planes", TORCH_BOX(&multiply_planes_of));
-  m.impl("make_plane", TORCH_BOX(&make_plane));
   m.impl("conv_direct", TORCH_BOX(&conv_direct));
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));

@@ -1,47 +1,44 @@
-"""Planes in fp16 of fp32 matrices, and gemms from them, like the others in `benchmarks.kernels`."""
+"""Planes in fp16 of fp32 tensors, and products from them, as `fx_fuser.ops.plain` has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import taken
-from fx_fuser.kernels.planes import FACT_WORDS
-from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.kernels.planes import PLANES, order_of
+from fx_fuser.native import load
+
+# Tests put the emulated GPU's functions here.
+make_plane: Callable[..., Any] = torch.ops.fx_fuser.plane.default
+multiply_planes: Callable[..., Any] = torch.ops.fx_fuser.planes_product.default
 
 
 @dataclass(frozen=True)
 class Plane:
-    """A matrix in fp16 times a power of two, in its own memory order; see kernels_cu/linear.
+    """tensor: times 2^exponent it is `values`, which lie as it does, in lines of whole vectors."""
 
-    values: [lines, pitch]. facts: the exponent and whether values were lost, then workspace.
-    """
-
-    matrix: Tensor
+    tensor: Tensor
     values: Tensor
     facts: Tensor
 
     @classmethod
-    def room(cls, matrix: Tensor) -> Plane:
-        """Room for the plane of a matrix whose rows or columns are adjacent."""
-        lines, length = matrix.shape if matrix.stride(1) == 1 else reversed(matrix.shape)
-        pitch = -(-length // 8) * 8
-        values = matrix.new_empty((lines, pitch), dtype=torch.float16)
-        return cls(matrix, values, matrix.new_empty(FACT_WORDS, dtype=torch.int32))
+    def of(cls, tensor: Tensor, largest: Tensor | None = None) -> Plane:
+        """largest: as of the op. Raises ValueError if there is no plane of the tensor."""
+        order = order_of(tensor)
+        if order is None:
+            raise ValueError(f"{tuple(tensor.shape)} of strides {tensor.stride()} has no plane")
+        return cls(tensor, *make_plane(tensor, largest, order, PLANES.name))
 
-    def turned(self) -> Plane:
-        """The plane of the transposed matrix, in the same memory."""
-        return Plane(self.matrix.mT, self.values, self.facts)
-
-    def fp16(self) -> Tensor:
-        """The plane in the matrix's layout, without the padding of its lines."""
-        rows, columns = self.matrix.shape
-        if self.matrix.stride(1) == 1:
-            return self.values[:, :columns]
-        return self.values[:, :rows].mT
+    @property
+    def mT(self) -> Plane:
+        """Of the transposed matrices: the same memory."""
+        return Plane(self.tensor.mT, self.values.mT, self.facts)
 
     @property
     def exponent(self) -> int:
@@ -49,47 +46,28 @@ class Plane:
 
     @property
     def has_lost(self) -> bool:
-        return bool(self.facts[1] != 0)
+        blocks = int(self.facts[1])
+        return bool(self.facts[2 : 2 + blocks].any())
 
 
-def make_plane(spec: KernelSpec, plane: Plane) -> bool:
-    """Makes the plane and its facts of the matrix.
-
-    Args:
-        spec: `fx_fuser.kernels.planes.MAKE_PLANE`.
-
-    Returns, raises: as `linear_split`.
-    """
-    return taken("make_plane", spec, plane.values, plane.matrix, plane.values, plane.facts)
+_uses = itertools.count()
 
 
-def linear_planes(
-    spec: KernelSpec,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    z: Tensor | None,
-    operands: Sequence[Tensor],
-    scalars: Sequence[float],
-    chunks: int = 0,
-) -> bool:
-    """Like `linear_split`, in fp32 and as exact as TF32. Makes both planes.
-
-    Args:
-        spec: a kernel of `fx_fuser.kernels.planes.linear_planes`, see
-            kernels_cu/linear/linear_planes_sm90.cuh. Its family says whether k or rows are
-            adjacent, of x and of the weight.
-        x: [*, K]. weight: [N, K].
-        bias, out, z, operands, scalars: as `linear_split`'s; columns of out and z are adjacent.
-        chunks: as `linear_split`'s.
-
-    Returns, raises: as `linear_split`.
-    """
-    return taken("linear_planes", spec, out, x, weight, bias, out, z, operands, scalars, chunks)
+def fresh(device: torch.device) -> str:
+    """A kernel that no data have made take the library for its next calls."""
+    spec = dataclasses.replace(PLANES, use=f"benchmarks {next(_uses)}")
+    load.prepare([spec], device)
+    return spec.name
 
 
-def multiply_planes(spec: KernelSpec, x: Plane, weight: Plane, out: Tensor) -> bool:
-    """Like `linear_planes`, with an epilogue without operands, from planes that exist."""
-    left, right = ([p.matrix, p.values, p.facts] for p in (x, weight))
-    return taken("multiply_planes", spec, out, left, right, out)
+def scaled_product(a: Plane, b: Plane, kernel: str = PLANES.name) -> tuple[Tensor, Tensor]:
+    """a b with both scales in it, and two factors that take them away."""
+    factors = a.values, b.values, a.facts, b.facts
+    made: tuple[Tensor, Tensor] = multiply_planes(a.tensor, b.tensor, *factors, kernel)
+    return made
+
+
+def product(a: Plane, b: Plane, kernel: str = PLANES.name) -> Tensor:
+    """a b in fp32."""
+    sums, factors = scaled_product(a, b, kernel)
+    return sums * factors[0] * factors[1]

@@ -77,7 +77,7 @@ def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
     choices = {"product": kernel.name, "backward": backward, "again": case.recomputes}
     if case.site.kind not in CONVOLUTION_KINDS:
         return choices
-    asked = case.options.fp32 == "tf32"
+    asked = case.options.asks_tf32
     if case.options.fp32 == "follow":
         asked = conv_tf32_requested()
     return {"tf32": (asked or kernel.in_tf32) and may_be_tf32(case.tensors[0]), **choices}
@@ -100,7 +100,7 @@ def examples(arch: str) -> list[KernelSpec]:
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
     attentions += attention_window.offered()
-    others = [*head_loss.examples(), *planes.examples(arch), *conv1d.examples(arch)]
+    others = [*head_loss.examples(), *planes.examples(), *conv1d.examples(arch)]
     return [*of_sites, *attentions, *others]
 
 

@@ -1,73 +1,98 @@
-"""fp32 gemms with TF32's accuracy at the speed of 16 bits: the operands' planes in fp16, on Hopper.
+"""fp32 products with TF32's accuracy at the speed of 16 bits: the library's gemm of planes in fp16.
 
-Of no site yet: nothing offers it before a GPU has run it (issue 44). kernels_cu/linear/
-linear_planes_sm90.cuh, launched by kernels_cu/host/linear_planes.h; linear_planes.cuh makes planes.
+kernels_cu/linear/linear_planes.cuh makes planes, linear_planes_repair.cuh computes again what they
+do not hold; kernels_cu/host/planes.h launches both and calls the library.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.kernels.base import example
+from fx_fuser.graph.read.nodes import hint_of
+from fx_fuser.kernels.precision import TF32_LIBRARY, asked_precision
 from fx_fuser.native.kernel_spec import Family, KernelSpec
+from fx_fuser.options import Options
 
-PLANES = Family("linear/linear_planes.cuh", "FX_FUSER_PLANES", "planes")
-MAKE_PLANE = kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, PLANES)
+# Are fp32 gemms offered planes where torch's settings, or option "fp32", ask for TF32? Not before
+# a GPU has shown that it pays and keeps the contract (issue 44).
+OFFERED = False
 
-
-@functools.cache
-def linear_planes(along_x: bool, along_weight: bool) -> Family:
-    """Are k adjacent in memory, or rows?"""
-    return Family(
-        "linear/linear_planes_sm90.cuh",
-        "FX_FUSER_LINEAR_PLANES",
-        "linear_planes",
-        "sm_90a",
-        (int(along_x), int(along_weight)),
-        "FX_FUSER_LINEAR_PLANES_COMMON",
-    )
-
-
-# By whether k are adjacent in a, and in b, of a bᵀ.
-PLANES_GEMMS = {
-    (along_a, along_b): kernel_spec(
-        Epilogue(), {"z": torch.float32}, (), torch.float32, linear_planes(along_a, along_b)
-    )
-    for along_a in (True, False)
-    for along_b in (True, False)
-}
-FACT_WORDS = 2 + 2048  # kPlaneFactWords of kernels_cu/host/planes.h
+PLANES = kernel_spec(
+    Epilogue(),
+    {"z": torch.float32},
+    (),
+    torch.float32,
+    Family("linear/linear_planes_repair.cuh", "FX_FUSER_PLANES", "planes"),
+)
+# Of kernels_cu/linear/linear_planes_args.h.
+WIDTH = 8  # kPlaneWidth: lines of a plane are so many elements, times a number
+MOST_BLOCKS = 2048
+FACT_WORDS = 2 + 2 * MOST_BLOCKS  # exponent, blocks, what each has lost, and the largest it found
+TOP = 14  # the largest value comes to between 2^TOP and twice that
+LEAST_SUM = 2.0  # times the root of k: scaled sums below it are small
+LEAST_NORMAL = 2.0**-14  # of fp16: values below it are lost
 
 
-def is_along(matrix: Tensor) -> bool:
-    """Are its columns adjacent, not its rows?"""
-    return matrix.shape[1] == 1 or matrix.stride(1) == 1
+def is_asked(options: Options) -> bool:
+    return OFFERED and asked_precision(options) == "tf32" and options.fp32 != TF32_LIBRARY
 
 
-def plane_elements(matrix: Tensor) -> int:
-    """Of fp16: lines of whole vectors, and what is known of them."""
-    lines, length = matrix.shape if is_along(matrix) else reversed(matrix.shape)
-    return lines * (-(-length // 8) * 8) + 2 * FACT_WORDS
+def order_of(tensor: Tensor) -> list[int] | None:
+    """The tensor's dimensions from the inner to the outer, if it is lines of adjacent elements that
+    follow each other at one distance; None if it has no plane, as an expanded one has none."""
+    if tensor.dtype != torch.float32 or tensor.ndim == 0 or tensor.layout != torch.strided:
+        return None
+    strides = [hint_of(stride) for stride in tensor.stride()]
+    if None in strides or any(hint_of(size) in (None, 0) for size in tensor.shape):
+        return None
+    # Where strides are the same, one size is 1: that is the inner dimension.
+    inner_first = [(strides[d], hint_of(tensor.shape[d]), d) for d in range(tensor.ndim)]
+    order = [d for _, _, d in sorted(inner_first, key=lambda one: (one[0], one[1], -one[2]))]
+    lines = [d for d in order if not _is(tensor.shape[d], 1)]
+    if not lines:
+        return order
+    if not _is(tensor.stride(lines[0]), 1) or any(strides[d] == 0 for d in lines):
+        return None
+    for inner, outer in itertools.pairwise(lines[1:]):
+        if not _is(tensor.stride(outer), tensor.stride(inner) * tensor.shape[inner]):
+            return None
+    return [*lines[:1], *(d for d in order if d != lines[0])]
 
 
-def has_plane(matrix: Tensor) -> bool:
-    is_matrix = matrix.ndim == 2 and matrix.dtype == torch.float32
-    return is_matrix and (is_along(matrix) or matrix.stride(0) == 1)
+def _is(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)
 
 
-def examples(arch: str) -> list[KernelSpec]:
-    """What CI compiles for an architecture."""
-    if arch != "sm_90a":
-        return [MAKE_PLANE]
-    f32 = torch.float32
-    return [
-        example(linear_planes(True, True), "Swish", 1, f32, f32, f32),
-        MAKE_PLANE,
-        PLANES_GEMMS[True, False],
-        PLANES_GEMMS[False, False],
-        example(linear_planes(False, True), "BatchNormMul", 1, f32, f32, *[f32] * 6),
-    ]
+def plane_strides(tensor: Tensor, order: Sequence[int]) -> list[Any]:
+    """Of a tensor's plane: its lines are whole vectors."""
+    strides: list[Any] = [1] * tensor.ndim
+    step = -(-tensor.shape[order[0]] // WIDTH) * WIDTH
+    for d in order[1:]:
+        strides[d] = step
+        step = step * tensor.shape[d]
+    return strides
+
+
+def doubted(sums: Tensor) -> Tensor:
+    """Which results are computed again where a plane has lost values: small ones, with the scales
+    in them, beside a small one in the same row or column, in pairs. sums: [*, m, n], over the root
+    of k."""
+    small = sums.abs() < LEAST_SUM
+    m, n = small.shape[-2:]
+    padded = F.pad(small, (0, n % 2, 0, m % 2), value=True)
+    beside = padded.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    across = padded.unflatten(-2, (-1, 2)).flip(-2).flatten(-3, -2)
+    return small & (beside | across)[..., :m, :n]
+
+
+def examples() -> list[KernelSpec]:
+    """What CI compiles."""
+    return [PLANES]

@@ -40,7 +40,7 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
-from fx_fuser.passes import attention_split, products
+from fx_fuser.passes import attention_split, planes, products
 from fx_fuser.passes.attention_split import biased
 from fx_fuser.passes.attention_split.biased import AttentionBias
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
@@ -202,7 +202,8 @@ class Passes:
     """The passes that Inductor is to run over the graphs it makes of Dynamo's graph.
 
     narrow: as in `Provenance`. kernels: GPU → the passes' kernels; None if no pass is to run.
-    biased_alone: are those over 16-bit attention with a bias the only ones?
+    biased_alone: are those over 16-bit attention with a bias the only ones? has_planes: is the pass
+    over TF32 gemms among them?
     """
 
     options: Options
@@ -210,12 +211,15 @@ class Passes:
     narrow: tuple[torch.dtype, ...]
     kernels: Mapping[torch.device, Sequence[KernelSpec]] | None
     biased_alone: bool = False
+    has_planes: bool = False
 
     @classmethod
     def over(cls, gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Passes:
         """gm: the untouched graph. Compiles nothing."""
         narrow = narrow_dtypes(gm)
-        kernels = products.kernels_for(options, inputs, narrow) if has_gemms(gm) else None
+        gemms = has_gemms(gm)
+        has_planes = gemms and planes.devices_for(options, inputs) is not None
+        kernels = products.kernels_for(options, inputs, narrow) if gemms else None
         kernels = kernels and {
             device: [
                 *specs,
@@ -226,11 +230,15 @@ class Passes:
         }
         if kernels is None:
             kernels = biased.kernels_for(gm, options, inputs)
-            return cls(options, inputs, narrow, kernels, kernels is not None)
+            return cls(options, inputs, narrow, kernels, kernels is not None, has_planes)
         return cls(options, inputs, narrow, kernels)
 
     def load(self) -> dict[str, Any]:
         """Inductor's setting → pass. Compiles and loads their kernels."""
+        found = self._of_attention_and_split()
+        return planes.behind(found, self.options, self.inputs) if self.has_planes else found
+
+    def _of_attention_and_split(self) -> dict[str, Any]:
         if self.kernels is None:
             return {}
         if self.biased_alone:

@@ -162,9 +162,10 @@ std::optional<Conv1dCut> conv1d_cut(const Conv1dKernels& kernels, const Conv1dSi
   return best;
 }
 
-// z = the convolution of x [batch, frame, channel] and weight [group, tap, out channel, in
-// channel], + bias, one number per channel. z is [batch, out frame, channel], dense. False, and nothing
-// is launched, where the kernel does not take these tensors.
+// z = the convolution of x [batch, frame, channel] and weight
+// [group, tap, out channel, in channel], + bias, one number per channel. z is
+// [batch, out frame, channel], dense. Returns false, and launches nothing, if the kernel does not
+// take these tensors.
 bool run_conv1d(const Conv1dKernels& kernels, const Tensor& x, const Tensor& weight,
                 const std::optional<Tensor>& bias, const Tensor& z, int64_t padding) {
   check_frames(x, "x", kernels.type);

@@ -82,17 +82,15 @@ struct Layout {
     int n;  // first row of the weight
   };
 
-  // Tiles are ordered in groups of kGroupM tiles of x, column by column: a group reads the weight
-  // once. block: of the cluster.
-  static __device__ __forceinline__ Tile tile_at(const LinearDenseArgs& args, int index,
-                                                 int block = rank()) {
+  // Columns of kGroupM tiles of x; in a group the weight is read once.
+  static __device__ __forceinline__ Tile tile_at(const LinearDenseArgs& args, int index) {
     const int m_tiles = (args.m + kTileM - 1) / kTileM;
     const int n_tiles = args.tiles / m_tiles;
     const int group = index / (kGroupM * n_tiles);
     const int inside = index - group * kGroupM * n_tiles;
     const int width = min(kGroupM, m_tiles - group * kGroupM);
     return {(group * kGroupM + inside % width) * kTileM,
-            (inside / width * kCluster + block) * kTileN};
+            (inside / width * kCluster + rank()) * kTileN};
   }
 
   static __device__ __forceinline__ int rank() { return blockIdx.x % kCluster; }
@@ -150,16 +148,11 @@ __device__ __forceinline__ void release(typename Layout::Shared& shared, int slo
   }
 }
 
-// consume calls tile_epilogue.begin(index), .load_first() and tile_epilogue(sum) for every tile.
-// sum[j][4i + 2r + t] is the sum of
-//   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r
-//   and x row 8i + 2 (lane % 4) + t
+// Calls tile_epilogue.begin(index), .load_first() and tile_epilogue(sum) for every tile, sum[j][4i
+// + 2r + t] being that of
+//   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) +
+//   t
 struct Loop {
-  template <class In, class Layout, class TileEpilogue>
-  static __device__ __forceinline__ void feed(const LinearDenseArgs& args,
-                                              typename Layout::Shared& shared) {
-    dense::feed<In, Layout, TileEpilogue>(args, shared);
-  }
   template <class In, class Layout, class TileEpilogue>
   static __device__ __forceinline__ void consume(const LinearDenseArgs& args,
                                                  typename Layout::Shared& shared, int consumer,
@@ -418,9 +411,14 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <class Layout, class Loop, class TileEpilogue, class In>
-__device__ __forceinline__ void run_loop(const LinearDenseArgs& args) {
-  // Declared aligned, so that the compiler knows the low bits of descriptors.
+template <int kShape, class Loop, class Epilogue, int kScalars, class Acc, class Out, class In,
+          class... Operand>
+__device__ __forceinline__ void run(const LinearDenseArgs& args) {
+  static_assert(std::is_same_v<Acc, float>);
+  using Layout = dense::Layout<kShape>;
+  using TileEpilogue = dense::TileEpilogue<Layout, Epilogue, kScalars, Out, In,
+                                           std::index_sequence_for<Operand...>, Operand...>;
+  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Layout::Shared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
@@ -442,9 +440,7 @@ __device__ __forceinline__ void run_loop(const LinearDenseArgs& args) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     ptx::give_registers<kProducerRegisters>();
-    if (threadIdx.x % kWarpgroup == 0) {
-      Loop::template feed<In, Layout, TileEpilogue>(args, shared);
-    }
+    if (threadIdx.x % kWarpgroup == 0) feed<In, Layout, TileEpilogue>(args, shared);
     __syncwarp();
   } else {
     ptx::take_registers<kConsumerRegisters>();
@@ -456,16 +452,6 @@ __device__ __forceinline__ void run_loop(const LinearDenseArgs& args) {
     ptx::cluster_arrive();
     ptx::cluster_wait();
   }
-}
-
-template <int kShape, class Loop, class Epilogue, int kScalars, class Acc, class Out, class In,
-          class... Operand>
-__device__ __forceinline__ void run(const LinearDenseArgs& args) {
-  static_assert(std::is_same_v<Acc, float>);
-  using Layout = dense::Layout<kShape>;
-  using TileEpilogue = dense::TileEpilogue<Layout, Epilogue, kScalars, Out, In,
-                                           std::index_sequence_for<Operand...>, Operand...>;
-  run_loop<Layout, Loop, TileEpilogue, In>(args);
 }
 
 }  // namespace fx_fuser::dense

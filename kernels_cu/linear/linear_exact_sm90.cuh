@@ -17,7 +17,7 @@
 
 namespace fx_fuser::dense {
 
-struct ExactLoop : Loop {
+struct ExactLoop {
   template <class In, class Layout, class TileEpilogue>
   static __device__ __forceinline__ void consume(const LinearDenseArgs& args,
                                                  typename Layout::Shared& shared, int consumer,

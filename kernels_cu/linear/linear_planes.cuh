@@ -1,10 +1,11 @@
 // fp32 matrices to planes (linear_planes_args.h). The tensor cores keep ten bits behind the point
 // of TF32, and of fp16, and multiply fp16 twice as fast; a power of two gives back the range.
 //
-// Two kernels: the largest value of each block's part, and the plane. A value of the plane is
-// rounded to nearest, as cuBLAS rounds to TF32, while it is a normal number of fp16: 2^-29 of the
-// largest and more. Whether any is below is noted, for the product's kernel to look at its sums.
-// Infinities and NaN stay, and have no part in the scale.
+// Two kernels: the largest value of each block's part, which whoever made the tensor may know, and
+// the plane. A value of the plane is rounded to nearest, as cuBLAS rounds to TF32, while it is a
+// normal number of fp16: 2^-29 of the largest and more. Whether any is below is noted, for
+// linear_planes_repair.cuh to look at the sums. Infinities and NaN stay, and have no part in the
+// scale.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -56,9 +57,10 @@ __device__ __forceinline__ void for_plane_octets(const PlaneArgs& args, Visit vi
   }
 }
 
-// Of all threads of the block; each gets it.
+// Of all threads of the block, none negative; each gets it.
 __device__ __forceinline__ float largest_of_block(float found) {
   __shared__ float of_warp[kPlaneThreads / 32];
+  __syncthreads();  // all have read what is there of the last time
   for (int distance = 16; distance > 0; distance /= 2) {
     found = fmaxf(found, __shfl_xor_sync(0xFFFFFFFF, found, distance));
   }
@@ -81,8 +83,7 @@ __device__ __forceinline__ void plane_largest(const PlaneArgs& args) {
     found = fmaxf(found, fmaxf(largest_finite_of(octet.half[0]), largest_finite_of(octet.half[1])));
   });
   found = largest_of_block(found);
-  if (threadIdx.x == 0) args.largest[blockIdx.x] = found;
-  if (threadIdx.x == 0 && blockIdx.x == 0) args.facts->lost = 0;
+  if (threadIdx.x == 0) args.facts->largest[blockIdx.x] = found;
 }
 
 // The power of two that brings the largest to [2^14, 2^15).
@@ -115,12 +116,15 @@ struct PowerOfTwo {
 __device__ __forceinline__ void plane_convert(const PlaneArgs& args) {
   constexpr float kLeastNormal = 0x1p-14f;
   float found = 0;
-  for (int i = threadIdx.x; i < args.blocks; i += kPlaneThreads) {
+  for (int i = threadIdx.x; i < args.largest_count; i += kPlaneThreads) {
     found = fmaxf(found, args.largest[i]);
   }
   const int exponent = plane_exponent(largest_of_block(found));
   const auto scale = PowerOfTwo::of(exponent);
-  if (threadIdx.x == 0 && blockIdx.x == 0) args.facts->exponent = exponent;
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
+    args.facts->exponent = exponent;
+    args.facts->blocks = static_cast<int>(gridDim.x);
+  }
   bool lost = false;
   for_plane_octets<true>(args, [&](uint32_t index, const PlaneOctet& octet) {
     uint32_t word[4];
@@ -138,18 +142,8 @@ __device__ __forceinline__ void plane_convert(const PlaneArgs& args) {
     }
     reinterpret_cast<uint4*>(args.to)[index] = make_uint4(word[0], word[1], word[2], word[3]);
   });
-  if (__any_sync(0xFFFFFFFF, lost) && threadIdx.x % 32 == 0) atomicOr(&args.facts->lost, 1u);
+  const bool any_lost = largest_of_block(lost ? 1.0f : 0.0f) > 0;
+  if (threadIdx.x == 0) args.facts->lost[blockIdx.x] = any_lost;
 }
 
 }  // namespace fx_fuser
-
-#define FX_FUSER_PLANE_KERNEL(name)                                       \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kPlaneThreads)   \
-      fx_fuser_##name(const __grid_constant__ fx_fuser::PlaneArgs args) { \
-    fx_fuser::name(args);                                                 \
-  }
-
-// FX_FUSER_PLANES(Epilogue, scalars, Acc, Out, In): of which none decides anything.
-#define FX_FUSER_PLANES(...)           \
-  FX_FUSER_PLANE_KERNEL(plane_largest) \
-  FX_FUSER_PLANE_KERNEL(plane_convert)

@@ -1,14 +1,13 @@
-// What the host tells the kernels that multiply fp32 matrices in fp16, with TF32's accuracy: those
-// that make planes (linear_planes.cuh), and the gemm (linear_planes_sm90.cuh).
+// What the host tells the kernels of fp32 gemms that the library computes from *planes*: those that
+// make them (linear_planes.cuh), and that which repairs a result (linear_planes_repair.cuh).
 //
-// A *plane* is an fp32 matrix in fp16, as it lies in memory, times a power of two. A sum runs over
-// rows of one product's plane and over columns of another's, so one power of two is for all.
+// A plane is an fp32 tensor in fp16, in the same order in memory, times a power of two. A sum runs
+// over rows of one product's plane and over columns of another's, so one power of two is for all.
 #pragma once
 
 #include <cstdint>
 
 #include "common/divisor.h"
-#include "linear/linear_dense_args.h"
 
 namespace fx_fuser {
 
@@ -18,62 +17,59 @@ constexpr int kPlaneInFlight = 4;  // and how many times as many are under way
 constexpr int kPlaneMostBlocks = 2048;
 constexpr int kPlaneTop = 14;  // the largest comes to [2^14, 2^15)
 
-// What is known of a plane: it is the matrix times 2^exponent.
+// What is known of a plane: it is the tensor times 2^exponent.
 struct PlaneFacts {
   int32_t exponent;
-  uint32_t lost;  // not 0: a value that is not zero has fewer bits than TF32 keeps of it
+  int32_t blocks;  // that made it
+  // Of each of these: not 0 if a value that is not zero has fewer bits than TF32 keeps of it.
+  uint32_t lost[kPlaneMostBlocks];
+  float largest[kPlaneMostBlocks];  // of each block of the kernel that looked for it, if any did
 };
 
 struct PlaneArgs {
   const float* from;  // lines, `pitch` elements apart
   void* to;           // fp16, lines of whole vectors behind each other: zeros behind `columns`
   PlaneFacts* facts;
-  float* largest;  // of each block
+  const float* largest;  // the tensor's largest finite value is the largest of these
   int64_t pitch;
   Divisor<uint32_t> octets;  // of a line
   uint32_t count;            // octets of all lines
-  int32_t blocks;
+  int32_t largest_count;
   int64_t columns;  // of a line
   bool vectors;     // may 16 bytes be loaded at once?
 };
 
-// ---- the gemm -----------------------------------------------------------------------------------
-
-// It is made for the last kDenseShapes: of x's rows, where they are adjacent, 64 are loaded at
-// once.
-constexpr int kFirstPlanesShape = 2;
-constexpr int kChunksShape = 4;  // of kDenseShapes: for chunks of k
-constexpr int kPlaneSpan = 64;   // adjacent elements in shared memory, and k of a stage
-
-// The maps are of planes, and sums have the scales of both in them.
-struct LinearPlanesArgs : LinearDenseArgs {
-  const PlaneFacts* x_facts;
-  const PlaneFacts* weight_facts;
-  // Where k is divided: sums of [chunk, tile, block of the cluster], in the order in which threads
-  // have them; a sum of chunks is another kernel's.
-  float* partial;
-  int32_t chunk_k;  // a multiple of kPlaneSpan
-  int32_t chunks;
-  // Where either plane has lost values: which results are to be computed plainly, of [tile, block
-  // of the cluster, warp, subtile, lane of four, kDoubtWords], and from what.
-  uint32_t* doubted;
-  uint32_t* precision_flag;  // in the host's memory: how many times more than bearable there were
-  const float* x;
-  const float* weight;
-  OperandStride x_stride;  // of [m, k]
-  OperandStride weight_stride;
-  float least_sum;
-  int32_t bearable;  // rows of a warp
-};
+// ---- repairs ------------------------------------------------------------------------------------
 
 constexpr int kRepairThreads = 256;
-constexpr float kLeastPlanesSum = 0.5f;  // times the square root of k, with both scales
+constexpr int kRepairColumns = 16;       // of a row, that a warp computes at once
+constexpr int kRepairStrip = 256;        // columns of two rows, that a warp looks at
+constexpr float kLeastPlanesSum = 2.0f;  // times the square root of k, with both scales
 
-// Of a thread's rows of x in a tile, a bit each, in words.
-constexpr int doubt_words(const DenseShape& shape) { return shape.tile_m / 128; }
-// Of a tile of a block's.
-constexpr int doubts_of_tile(const DenseShape& shape) {
-  return 8 /*warps*/ * shape.subtiles * 4 * doubt_words(shape);
-}
+struct RepairFactor {
+  const float* data;
+  int64_t batch;  // strides
+  int64_t line;   // m, or n
+  int64_t k;
+};
+
+// sums: [batches, m, n] of a [batches, m, k] and b [batches, k, n], with the scales of both planes.
+struct PlanesRepairArgs {
+  const PlaneFacts* a_facts;  // none: sums have no scales
+  const PlaneFacts* b_facts;
+  float* sums;
+  float* factors;  // two, whose product takes the scales away
+  RepairFactor a;
+  RepairFactor b;
+  uint32_t batches;
+  Divisor<uint32_t> pairs;   // of rows, in a matrix
+  Divisor<uint32_t> strips;  // of a row
+  int32_t m;
+  int32_t n;
+  int32_t k;
+  float least_sum;
+  int32_t bearable;          // repairs of a warp, see `precision_flag`
+  uint32_t* precision_flag;  // in the host's memory: how many times more than bearable there were
+};
 
 }  // namespace fx_fuser

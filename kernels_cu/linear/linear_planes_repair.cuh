@@ -1,178 +1,190 @@
-// Of the gemm from planes (linear_planes_sm90.cuh): which results are not trusted, and the kernel
-// that computes those again from the fp32 matrices, without tensor cores.
+// Behind the library's product of two planes: results that planes do not hold, computed again from
+// the fp32 tensors, without tensor cores; and the factors that take the scales away.
+//
+// Where neither plane has lost anything a block leaves at once. Else each warp looks at its sums:
+// those are small that lost values may be a part of that shows (linear/NOTES_PLANES.md). Zeros are
+// what lost values leave, or rows of zeros.
 #pragma once
 
-#include "linear/linear_dense_sm90.cuh"
-#include "linear/linear_planes_args.h"
+#include <cstdint>
 
-namespace fx_fuser::dense {
+#include "linear/linear_planes.cuh"
 
-__device__ __forceinline__ bool has_lost(const LinearPlanesArgs& args) {
-  return (args.x_facts->lost | args.weight_facts->lost) != 0;
-}
+namespace fx_fuser {
 
-template <class Layout>
-struct Doubts {
-  static constexpr int kWords = doubt_words(Layout::kIs);
-  static constexpr int kOfTile = doubts_of_tile(Layout::kIs);
-};
+// Of one matrix of a batch, by a warp.
+struct PlanesRepair {
+  const PlanesRepairArgs& args;
+  PowerOfTwo scale;
+  const float* a;
+  const float* b;
+  float* sums;
 
-// Where a lane of four has its words of a warp's subtile.
-template <class Layout>
-__device__ __forceinline__ int64_t first_doubt(int64_t block_of_tile, int warp, int subtile,
-                                               int lane) {
-  constexpr int kWords = Doubts<Layout>::kWords;
-  return (((block_of_tile * 8 + warp) * Layout::kSubtiles + subtile) * 4 + lane) * kWords;
-}
-
-// A row of x in a warp's 16 rows of the weight is doubted where a thread's both sums of it are
-// small. One alone is so by chance; zeros are what lost values leave, or rows of zeros.
-template <class Layout>
-__device__ __forceinline__ void note_doubts(
-    const LinearPlanesArgs& args, int index,
-    const float (&sum)[Layout::kSubtiles][Layout::kSumsOfSubtile]) {
-  constexpr int kWords = Doubts<Layout>::kWords;
-  static_assert(Layout::kSumsOfSubtile == 64 * kWords);
-  const auto tile = Layout::tile_at(args, index);
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-#pragma unroll
-  for (int j = 0; j < Layout::kSubtiles; ++j) {
-    const int n =
-        tile.n + (warp / 4 * Layout::kSubtiles + j) * kSubtileN + warp % 4 * 16 + lane / 4;
-    uint32_t doubted[kWords];
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      doubted[w] = 0;
-#pragma unroll
-      for (int bit = 0; bit < 32; ++bit) {
-        const int i = 64 * w + bit / 2 * 4 + bit % 2;
-        const float larger = fmaxf(fabsf(sum[j][i]), fabsf(sum[j][i + 2]));
-        doubted[w] |= larger < args.least_sum ? 1u << bit : 0;
-      }
-      if (n >= args.n) doubted[w] = 0;
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        doubted[w] |= __shfl_xor_sync(0xFFFFFFFF, doubted[w], distance);
-      }
-    }
-    if (lane < 4) {
-      const int64_t block = int64_t{index} * Layout::kCluster + Layout::rank();
-      uint32_t* to = args.doubted + first_doubt<Layout>(block, warp, j, lane);
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) to[w] = doubted[w];
-    }
-  }
-}
-
-template <class Epilogue, int kScalars, class Out, class Sequence, class... Operand>
-struct PlainRow;
-
-template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... Operand>
-struct PlainRow<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, Operand...> {
-  static constexpr int kColumns = 16;
-  const LinearPlanesArgs& args;
-
-  // Columns n...n + 15 of row m, by a warp. Were they computed? Zeros times anything finite are
-  // what the sums were.
-  __device__ __forceinline__ bool operator()(int m, int n) const {
+  // Columns n... of a row: those of `wanted`, a bit each.
+  __device__ __forceinline__ void compute(int row, int n, uint32_t wanted) const {
     const int lane = threadIdx.x % 32;
-    if (!has_values(m)) return false;
-    const float* x = args.x + m * args.x_stride.m;
-    float sum[kColumns] = {};
+    const float* of_row = a + row * args.a.line;
+    const int columns = min(kRepairColumns, args.n - n);
+    float sum[kRepairColumns] = {};
+#pragma unroll 1
     for (int k = lane; k < args.k; k += 32) {
-      const float value = x[k * args.x_stride.n];
+      const float value = of_row[k * args.a.k];
+      const float* of_column = b + n * args.b.line + k * args.b.k;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        if (n + c >= args.n) continue;
-        sum[c] = fmaf(value, args.weight[(n + c) * args.weight_stride.m + k * args.weight_stride.n],
-                      sum[c]);
+      for (int c = 0; c < kRepairColumns; ++c) {
+        if (c < columns) sum[c] = fmaf(value, *of_column, sum[c]);
+        of_column += args.b.line;
       }
     }
     float own = 0;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for (int c = 0; c < kRepairColumns; ++c) {
+#pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) {
         sum[c] += __shfl_xor_sync(0xFFFFFFFF, sum[c], distance);
       }
       if (lane == c) own = sum[c];
     }
-    if (lane < kColumns && n + lane < args.n) store(own, m, n + lane);
+    // Lanes beyond the columns have no bit.
+    if (wanted >> lane & 1) sums[int64_t{row} * args.n + n + lane] = scale.times(own);
     __syncwarp();
-    return true;
   }
 
- private:
-  // A row of x that is not zeros alone.
-  __device__ __forceinline__ bool has_values(int m) const {
-    const float* x = args.x + m * args.x_stride.m;
+  // Is the row of a more than zeros? Zeros times anything finite are what the sums were.
+  __device__ __forceinline__ bool has_values(int row) const {
+    const float* of_row = a + row * args.a.line;
+#pragma unroll 1
     for (int first = 0; first < args.k; first += 32) {
       const int k = first + static_cast<int>(threadIdx.x) % 32;
-      const float value = k < args.k ? x[k * args.x_stride.n] : 0.0f;
+      const float value = k < args.k ? of_row[k * args.a.k] : 0.0f;
       if (__any_sync(0xFFFFFFFF, value != 0)) return true;
     }
     return false;
   }
 
-  __device__ __forceinline__ void store(float sum, int64_t m, int64_t n) const {
-    constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
-    float scalar[kScalarSlots];
+  // Of two rows, the second if there is one. How many times the warp computed.
+  __device__ __forceinline__ int strip(int row, int first) const {
+    const Doubts doubts = look(row, first);
+    int computed = 0;
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t doubted = r == 0 ? doubts.of_row : doubts.of_second;
+      if (!__any_sync(0xFFFFFFFF, doubted != 0)) continue;
+      computed += compute_doubted(row + r, first, doubted);
+    }
+    return computed;
+  }
+
+ private:
+  // Lane i has the bits of columns 32 i...
+  struct Doubts {
+    uint32_t of_row;
+    uint32_t of_second;
+  };
+
+  // A sum is doubted that is small beside one that is, in its row or its column: one alone is small
+  // by chance. What lies outside of the matrix is as if it were.
+  __device__ __forceinline__ Doubts look(int row, int first) const {
+    const int lane = threadIdx.x % 32;
+    const bool has_second = row + 1 < args.m;
+    const float* from = sums + int64_t{row} * args.n + first + lane;
+    float sum[2][kRepairStrip / 32];
 #pragma unroll
-    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
-    const float bias = args.bias != nullptr ? static_cast<const float*>(args.bias)[n] : 0.0f;
-    const auto operand = [&](int i, auto type) {
-      const Strided<2>& from = args.operand[i];
-      using T = decltype(type);
-      return convert<float>(
-          static_cast<const T*>(from.data)[m * from.stride[0] + n * from.stride[1]]);
-    };
-    const float in[1 + sizeof...(Operand)] = {sum + bias,
-                                              operand(static_cast<int>(kOperand), Operand{})...};
-    if (args.z != nullptr) static_cast<float*>(args.z)[m * args.z_stride + n] = in[0];
-    static_cast<Out*>(args.out)[m * args.out_stride + n] =
-        convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
+    for (int i = 0; i < kRepairStrip / 32; ++i) {
+      const int n = first + 32 * i + lane;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool is_there = n < args.n && (r == 0 || has_second);
+        sum[r][i] = is_there ? from[r * args.n + 32 * i] : 0.0f;
+      }
+    }
+    Doubts found{};
+#pragma unroll
+    for (int i = 0; i < kRepairStrip / 32; ++i) {
+      const uint32_t inside = __ballot_sync(0xFFFFFFFF, first + 32 * i + lane < args.n);
+      const uint32_t a = __ballot_sync(0xFFFFFFFF, fabsf(sum[0][i]) < args.least_sum);
+      const uint32_t b = __ballot_sync(0xFFFFFFFF, fabsf(sum[1][i]) < args.least_sum);
+      if (lane == i) {
+        found.of_row = a & (beside(a) | b) & inside;
+        found.of_second = has_second ? b & (beside(b) | a) & inside : 0;
+      }
+    }
+    return found;
+  }
+
+  // Of each bit the other one of its pair.
+  static __device__ __forceinline__ uint32_t beside(uint32_t bits) {
+    return (bits >> 1 & 0x55555555) | (bits << 1 & 0xAAAAAAAA);
+  }
+
+  __device__ __forceinline__ int compute_doubted(int row, int first, uint32_t doubted) const {
+    constexpr uint32_t kColumns = (1u << kRepairColumns) - 1;
+    if (!has_values(row)) return 0;
+    int computed = 0;
+#pragma unroll 1
+    for (int column = 0; column < kRepairStrip; column += kRepairColumns) {
+      const uint32_t word = __shfl_sync(0xFFFFFFFF, doubted, column / 32);
+      const uint32_t wanted = word >> column % 32 & kColumns;
+      if (wanted == 0) continue;
+      compute(row, first + column, wanted);
+      ++computed;
+    }
+    return computed;
   }
 };
 
-template <int kShape, class Epilogue, int kScalars, class Acc, class Out, class In,
-          class... Operand>
-__device__ __forceinline__ void repair(const LinearPlanesArgs& args) {
-  static_assert(std::is_same_v<In, float>);
-  if (!has_lost(args)) return;
-  using Layout = dense::Layout<kShape>;
-  constexpr int kWords = Doubts<Layout>::kWords;
-  constexpr int kOfTile = Doubts<Layout>::kOfTile;
-  const PlainRow<Epilogue, kScalars, Out, std::index_sequence_for<Operand...>, Operand...> row{
-      args};
-  const int lane = threadIdx.x % 32;
-  const int64_t words = int64_t{args.tiles} * Layout::kCluster * kOfTile;
-  const int64_t step = int64_t{gridDim.x} * kRepairThreads;
-  int64_t repaired = 0;
-  for (int64_t first = int64_t{blockIdx.x} * kRepairThreads + threadIdx.x / 32 * 32; first < words;
-       first += step) {
-    const uint32_t mine = first + lane < words ? args.doubted[first + lane] : 0;
-    for (uint32_t any = __ballot_sync(0xFFFFFFFF, mine != 0); any != 0; any &= any - 1) {
-      const int from = __ffs(static_cast<int>(any)) - 1;
-      const int64_t place = first + from;
-      const int64_t block = place / kOfTile;
-      const int inside = static_cast<int>(place % kOfTile);
-      const int w = inside % kWords;
-      const int of_four = inside / kWords % 4;
-      const int subtile = inside / kWords / 4 % Layout::kSubtiles;
-      const int warp = inside / kWords / 4 / Layout::kSubtiles;
-      const auto tile = Layout::tile_at(args, static_cast<int>(block / Layout::kCluster),
-                                        static_cast<int>(block % Layout::kCluster));
-      const int n = tile.n + (warp / 4 * Layout::kSubtiles + subtile) * kSubtileN + warp % 4 * 16;
-      for (uint32_t bits = __shfl_sync(0xFFFFFFFF, mine, from); bits != 0; bits &= bits - 1) {
-        const int bit = __ffs(static_cast<int>(bits)) - 1;
-        const int m = tile.m + 8 * (16 * w + bit / 2) + 2 * of_four + bit % 2;
-        if (m < args.m) repaired += row(m, n);
-      }
-    }
+// Of all threads of a block.
+__device__ __forceinline__ bool has_lost(const PlanesRepairArgs& args) {
+  static_assert(kRepairThreads == kPlaneThreads);
+  bool lost = false;
+  const auto look = [&](const PlaneFacts& facts) {
+    for (int i = threadIdx.x; i < facts.blocks; i += kRepairThreads) lost |= facts.lost[i] != 0;
+  };
+  look(*args.a_facts);
+  look(*args.b_facts);
+  return largest_of_block(lost ? 1.0f : 0.0f) > 0;
+}
+
+__device__ __forceinline__ void planes_repair(const PlanesRepairArgs& args) {
+  constexpr int kLeastExponent = -252;  // with less, no sum is as large as a float
+  constexpr int kMostExponent = 254;
+  const bool is_scaled = args.a_facts != nullptr;
+  const int exponent = is_scaled ? args.a_facts->exponent + args.b_facts->exponent : 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    const auto unscale = PowerOfTwo::of(max(-exponent, kLeastExponent));
+    args.factors[0] = unscale.first;
+    args.factors[1] = unscale.second;
   }
-  if (lane == 0 && repaired > args.bearable) {
+  if (!is_scaled || !has_lost(args)) return;
+  const auto scale = PowerOfTwo::of(min(exponent, kMostExponent));
+  constexpr int kWarps = kRepairThreads / 32;
+  int64_t repaired = 0;
+  // Pairs of rows of each matrix, then strips of these.
+  const uint32_t units = args.batches * args.pairs.size * args.strips.size;
+  for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < units; i += gridDim.x * kWarps) {
+    const uint32_t row = divide(i, args.strips);
+    const uint32_t batch = divide(row, args.pairs);
+    const PlanesRepair repair{args, scale, args.a.data + batch * args.a.batch,
+                              args.b.data + batch * args.b.batch,
+                              args.sums + int64_t{batch} * args.m * args.n};
+    repaired += repair.strip(static_cast<int>(row - batch * args.pairs.size) * 2,
+                             static_cast<int>(i - row * args.strips.size) * kRepairStrip);
+  }
+  if (threadIdx.x % 32 == 0 && repaired > args.bearable) {
     *args.precision_flag = static_cast<uint32_t>(min(repaired / args.bearable, int64_t{1000}));
   }
 }
 
-}  // namespace fx_fuser::dense
+}  // namespace fx_fuser
+
+#define FX_FUSER_PLANE_KERNEL(name, threads, Args)                   \
+  extern "C" __global__ void __launch_bounds__(threads)              \
+      fx_fuser_##name(const __grid_constant__ fx_fuser::Args args) { \
+    fx_fuser::name(args);                                            \
+  }
+
+// FX_FUSER_PLANES(Epilogue, scalars, Acc, Out, In): of which none decides anything.
+#define FX_FUSER_PLANES(...)                                               \
+  FX_FUSER_PLANE_KERNEL(plane_largest, fx_fuser::kPlaneThreads, PlaneArgs) \
+  FX_FUSER_PLANE_KERNEL(plane_convert, fx_fuser::kPlaneThreads, PlaneArgs) \
+  FX_FUSER_PLANE_KERNEL(planes_repair, fx_fuser::kRepairThreads, PlanesRepairArgs)

@@ -237,7 +237,7 @@ def refusals(failures: list[str]) -> None:
         ("other channels", (spec, x[..., :16], weight, None, z, 2)),
     ):
         try:
-            conv1d_kernels.conv1d(*wrong)  # type: ignore[arg-type]
+            conv1d_kernels.conv1d(*wrong)
         except RuntimeError as error:
             if "fx_fuser" not in str(error):
                 failures.append(f"{what}: {error}")

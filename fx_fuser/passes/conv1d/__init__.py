@@ -3,10 +3,10 @@ groups and with long windows, by fx_fuser's kernels where faster.
 
 The library has no fast kernel for them: the positional convolution of Wav2Vec2, HuBERT, WavLM and
 data2vec, of 128 taps in 16 groups, takes 34 of 42.5 ms of a training step on an H100.
-`aten.convolution` and `aten.convolution_backward` are replaced apart, so that neither needs what
-the other was replaced by. Each is timed once beside the library's, for each sizes and strides, with
-all copies that lay its operands and results out: what makes x lays it out as well where Inductor
-can fuse it, so that is the worst that may happen.
+`aten.convolution` and `aten.convolution_backward` are replaced separately, so neither depends on
+what replaced the other. Each is timed against the library once for each set of sizes and strides,
+with all copies that change the layout of its operands and results. Inductor may fuse such a copy
+into what makes x, so that is the worst that may happen.
 
 Such a model has x as the transpose of [batch, frame, channel], which the kernels read as it is.
 Results have the strides that torch's have: they are contiguous, whatever those of x.
