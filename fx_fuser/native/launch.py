@@ -132,7 +132,8 @@ def head_loss_gradient(
         spec: as of `head_loss`, and so are labels and tail.
         scale, hot: [rows], float32, contiguous; of all rows, also those whose label is ignored.
         logits, sums: of `head_loss_kept`.
-        gradient: [rows, pitch], of the logits' dtype; rows adjacent, each aligned to 16 bytes.
+        gradient: [rows, pitch], of the logits' dtype; rows adjacent, each aligned to 16 bytes. It
+            may be the logits' memory, element on element.
 
     Raises:
         BuildError: the kernel does not compile or load.

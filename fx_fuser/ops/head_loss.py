@@ -37,7 +37,7 @@ from fx_fuser.ops.once import differentiable_once
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _LANES = 8  # what a row of logits has a multiple of: the library has fast 16-bit gemms of these
-_TILE = 128  # rows, of which a piece has a multiple
+TILE = 128  # rows, of which a piece has a multiple
 # Rows of a piece, at most. Each piece reads the sum of the weight's gradient and writes it: of 2048
 # rows that is a tenth of what its three gemms take, of fewer more.
 _ROWS = 2048
@@ -73,19 +73,19 @@ def pieces_of(
     A gradient of bf16 is summed over pieces in fp32 beside it, or in its own memory by few pieces:
     whichever takes less memory.
     """
-    height, kept = _height(rows, _ROWS), kept_dtype(weight, compute)
+    height, kept = height_of(rows, _ROWS), kept_dtype(weight, compute)
     if "weight" not in wanted or kept is torch.float32:
         return Pieces(height, torch.float32)
     added = 1 if _sums_stay_wide() else _ADDED
-    taller, k = _height(rows, max(_ROWS, -(-rows // added))), weight.shape[1]
+    taller, k = height_of(rows, max(_ROWS, -(-rows // added))), weight.shape[1]
     # Bytes of a column: of its logits and its sum; with a sum in fp32 then of that and the result.
     narrow, wide = 2 * taller + 2 * k, max(2 * height + 4 * k, 6 * k)
     return Pieces(taller, kept) if narrow <= wide else Pieces(height, torch.float32)
 
 
-def _height(rows: int, most: int) -> int:
+def height_of(rows: int, most: int) -> int:
     pieces = max(-(-rows // most), 1)
-    height = -(-rows // (pieces * _TILE)) * _TILE
+    height = -(-rows // (pieces * TILE)) * TILE
     return max(min(height, rows), 1)
 
 
@@ -252,8 +252,9 @@ def write_gradient(
     scale, hot: of each row, 0 where it does not count."""
     columns = shares.shape[1]
     shares *= scale[:, None]  # what is NaN stays NaN where the label does not count, as in eager
-    at = torch.where((labels >= 0) & (labels < columns), labels, 0)[:, None]
-    shares.scatter_add_(1, at, (hot * (1 - tail.smoothing))[:, None])
+    is_column = (labels >= 0) & (labels < columns)
+    at, of_label = (torch.where(is_column, v, 0) for v in (labels, hot * (1 - tail.smoothing)))
+    shares.scatter_add_(1, at[:, None], of_label[:, None])
     if tail.smoothing:
         shares += hot[:, None] * (tail.smoothing / columns)
     if tail.after:

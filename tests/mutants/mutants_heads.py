@@ -231,14 +231,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: logits of 16 bits",
         PASS,
-        "if head.kind not in SIXTEEN_BITS:",
+        "if narrow not in SIXTEEN_BITS:",
         "if False:",
         (f"{LEFT}::test_wide_weights_without_autocast_stay[dtype0]",),
     ),
     (
         "heads: not where gemms may add in fp16",
         PASS,
-        "head.kind is torch.float16 and torch",
+        "narrow is torch.float16 and torch",
         "False and torch",
         (f"{LEFT}::test_where_gemms_may_add_in_fp16_it_stays[dtype0]",),
     ),

@@ -206,6 +206,7 @@ NAMED = {
     "ops.folded": {"folded"},
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
+    "ops.head_wide.__init__": {"exact", "split"},  # its products
     "ops.library": {"attention", "folded", "unaligned"},
     "ops.plain": {"planes"},  # how much memory a plane takes
     "ops.attention_dropout": {"attention"},
@@ -221,6 +222,7 @@ NAMED = {
     "passes.attention_split.dropout": {"attention"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.head_loss.__init__": {"head_loss"},
+    "passes.head_loss.wide": {"exact", "split"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.planes.__init__": {"planes"},
     "passes.products": {"split", "exact"},
