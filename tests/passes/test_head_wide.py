@@ -28,12 +28,16 @@ from heads import (
 from helpers import Program, compiled, recorded
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
+from fx_fuser.native import load
 from fx_fuser.ops import head_wide as op
 from fx_fuser.ops import run
+from fx_fuser.passes.head_loss.parts import Stays
+from fx_fuser.passes.head_loss.wide import Wide, kernels_of
 
 
 @pytest.fixture(autouse=True)
@@ -488,3 +492,20 @@ def test_rows_that_tma_does_not_copy_stay(k: int, said: str) -> None:
 
 def test_where_the_user_wants_ieee_products_it_stays() -> None:
     assert "option 'fp32'" in reason_for(K, fp32="ieee")
+
+
+@pytest.mark.parametrize("by_library", [False, True])
+def test_other_gpus_than_hopper(by_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no kernel for exact products."""
+    with FakeTensorMode():
+        x = torch.empty(B * T, K, dtype=BF16, device="cuda")
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["example_value"] = x
+    wide = Wide(BF16, node, node, (node, node), by_library)
+    monkeypatch.setattr(load, "available", lambda _: None)
+    monkeypatch.setattr(load, "runs_on", lambda spec, _: spec.family.arch is None)
+    if by_library:
+        assert kernels_of(wide) == []
+    else:
+        with pytest.raises(Stays, match="only Hopper"):
+            kernels_of(wide)

@@ -106,9 +106,7 @@ def _grads(
             given = logits[:, :count], sums, here, scale, of_label, logits
             row_gradient(*given, _NO_LABEL, own)  # in the logits' place
             if "x" in wanted:
-                product = _product(logits, part.t(), by_library)
-                d_x = product if d_x is None else d_x.add_(product)
-                del product
+                d_x = _added(d_x, logits, part, by_library)
             if "weight" in made:
                 made["weight"][block] = _product(logits.t(), operand.t(), by_library)[:count]
             if "bias" in made:
@@ -155,6 +153,15 @@ def _product(gradient: Tensor, other: Tensor, by_library: bool) -> Tensor:
     kernel = MIXED_GEMMS[other.dtype].name
     made: Tensor = torch.ops.fx_fuser.split_product.default(gradient, other, kernel)
     return made
+
+
+def _added(d_x: Tensor | None, gradient: Tensor, weight: Tensor, by_library: bool) -> Tensor:
+    """d_x + gradient weight. It writes to d_x."""
+    if d_x is None:
+        return _product(gradient, weight.t(), by_library)
+    if by_library:
+        return d_x.addmm_(gradient, weight.float())
+    return d_x.add_(_product(gradient, weight.t(), by_library))
 
 
 # ---- autograd ------------------------------------------------------------------------------------
