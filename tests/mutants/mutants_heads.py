@@ -11,6 +11,7 @@ PIECES = "tests/passes/test_head_pieces.py"
 LENGTHS = "tests/passes/test_head_lengths.py"
 
 WIDE, CASTS, IN_FP32 = "ops/head_wide/__init__.py", "passes/head_loss/wide.py", "test_head_wide.py"
+EMULATED = "tests/kernels/test_emulated_head_loss.py"
 
 
 def _wide(
@@ -376,19 +377,12 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "    if True:\n",
         "test_gradients_in_fp32[0.3]",
     ),
-    _wide(
-        "labels of another block",
+    (
+        "heads in fp32: labels of another block",
         WIDE,
-        "counts & (labels >= first) & (labels < block.stop)",
-        "counts",
-        "test_forms[crossed-dtype0]",
-    ),
-    _wide(
-        "labels that do not count",
-        WIDE,
-        "counts & (labels >= first)",
-        "(labels >= first)",
-        "test_forms[summed-dtype0]",
+        "(labels >= first) & (labels < block.stop)",
+        "(labels >= 0)",
+        (f"{EMULATED}::test_the_op_of_fp32_logits_with_the_kernels_is_the_op_without[dtype0]",),
     ),
     _wide(
         "blocks add to x's gradient",

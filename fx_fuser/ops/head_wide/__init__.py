@@ -84,7 +84,7 @@ def _losses_like(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _grads(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, sums: Tensor, scale: Tensor,
-    hot: Tensor, narrow: torch.dtype, by_library: bool, ignore_index: int, tail: Sequence[float],
+    hot: Tensor, narrow: torch.dtype, by_library: bool, tail: Sequence[float],
     wanted: Sequence[str],
 ) -> list[Tensor]:  # fmt: skip
     """Those of x and weight in their dtypes, that of a bias in fp32. scale: of each row's softmax,
@@ -93,14 +93,13 @@ def _grads(
         made = {n: v for n, v in zip(wanted, _grads_like(x, weight, wanted)) if n != "x"}
         d_x: Tensor | None = None
         operand, columns = x.to(narrow).contiguous(), weight.shape[0]
-        counts = labels != ignore_index
         width = piece_of(columns, x.shape[0])
         for first in range(0, columns, width):
             block = slice(first, min(first + width, columns))
             part, count = padded(weight[block], narrow), block.stop - first
             of_block = None if bias is None else padded(bias[block], torch.float32)
             logits = _logits(operand, part, of_block, by_library)
-            is_here = counts & (labels >= first) & (labels < block.stop)
+            is_here = (labels >= first) & (labels < block.stop)  # where none counts, hot is 0
             here = torch.where(is_here, labels - first, _NO_LABEL)
             own, of_label = _in_block(Tail(*tail), hot, count / columns)
             given = logits[:, :count], sums, here, scale, of_label, logits
@@ -178,8 +177,9 @@ class _WideLoss(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         needed = zip(OPERANDS, (x, weight, bias), ctx.needs_input_grad)
         ctx.wanted = {name: given.dtype for name, given, needs in needed if needs}  # type: ignore[union-attr]
-        ctx.how = narrow, by_library, ignore_index, tail
-        losses, sums, values = _called("head_wide_losses", x, weight, bias, labels, *ctx.how)
+        ctx.ignore_index, ctx.how = ignore_index, (narrow, by_library, tail)
+        given = x, weight, bias, labels, narrow, by_library, ignore_index, tail
+        losses, sums, values = _called("head_wide_losses", *given)
         ctx.save_for_backward(x, weight, bias, labels, sums)
         return (losses, log_sum_exp(sums), values) if parts else losses
 
@@ -187,8 +187,7 @@ class _WideLoss(torch.autograd.Function):
     @differentiable_once(lambda _: "head_loss")
     def backward(ctx: Any, d_losses: Tensor, *d_parts: Tensor) -> tuple[Any, ...]:
         *operands, labels, sums = ctx.saved_tensors
-        _, _, ignore_index, _ = ctx.how
-        of_rows = labels, sums, *row_scales(labels, ignore_index, d_losses, *d_parts)
+        of_rows = labels, sums, *row_scales(labels, ctx.ignore_index, d_losses, *d_parts)
         made = _called("head_wide_grads", *operands, *of_rows, *ctx.how, list(ctx.wanted))
         of = {name: grad.to(dtype) for (name, dtype), grad in zip(ctx.wanted.items(), made)}
         return *(of.get(name) for name in OPERANDS), *[None] * 6
