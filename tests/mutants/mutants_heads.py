@@ -9,15 +9,16 @@ LEFT = "tests/passes/test_head_loss_left.py"
 PARTS, REWRITE = "passes/head_loss/parts.py", "passes/head_loss/rewrite.py"
 PIECES = "tests/passes/test_head_pieces.py"
 LENGTHS = "tests/passes/test_head_lengths.py"
-
-WIDE, CASTS, IN_FP32 = "ops/head_wide/__init__.py", "passes/head_loss/wide.py", "test_head_wide.py"
+WIDE, CASTS = "ops/head_wide/__init__.py", "passes/head_loss/wide.py"
+IN_FP32 = "tests/passes/test_head_wide"
 EMULATED = "tests/kernels/test_emulated_head_loss.py"
 
 
 def _wide(
     name: str, of: str, old: str, new: str, test: str
 ) -> tuple[str, str, str, str, tuple[str]]:
-    return f"heads in fp32: {name}", of, old, new, (f"tests/passes/{IN_FP32}::{test}",)
+    file = f"{IN_FP32}_left.py" if "stay" in test else f"{IN_FP32}.py"
+    return f"heads in fp32: {name}", of, old, new, (f"{file}::{test}",)
 
 
 def _left(

@@ -138,7 +138,7 @@ def _fuse(
     if is_body and is_returned:
         raise Stays("its logits leave a checkpoint or another region")
     is_alone = len(heads) == 1
-    if not is_alone or wide is not None:
+    if not is_alone:
         _check_unwritten(view, heads)
     # Of a row's own loss forward does not know the gradient, and a checkpoint runs it twice.
     waits = parts.given.reduction == "none" or is_body

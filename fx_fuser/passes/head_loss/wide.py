@@ -65,10 +65,12 @@ def wide_of(view: View, head: Head, options: Options) -> Wide | None:
     narrow = value_of(of_x.before).dtype
     if narrow is not value_of(of_weight.before).dtype:
         return None
+    # Backward reads them once more.
+    read = [*of_x, *of_weight, *(n for n in site.operands.values() if n is not None)]
     first = min(view.order[of_x.node], view.order[of_weight.node])
     written = storages(n for one in view.nodes[first:] for n in view.writers.get(one, ()))
-    if not written.isdisjoint({None, *storages((*of_x, *of_weight))}):
-        raise Stays("something is written to what its operands were cast up from")
+    if not written.isdisjoint({None, *storages(read)}):
+        raise Stays("something is written to its operands, or to what they were cast up from")
     used = _used(view, site, of_x, x), _used(view, site, of_weight, weight)
     return Wide(narrow, *used, (of_x.node, of_weight.node), _asks_library(options))
 
