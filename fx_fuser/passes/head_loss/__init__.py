@@ -155,7 +155,7 @@ def _fuse(
 
 def _check_unread(others: Sequence[tuple[Head, tuple[Node, Node]]]) -> None:
     for _, (value, _) in others:
-        raise Stays(f"others read its fp32 logits, {called(value)}, which are made twice")
+        raise Stays(f"others read its fp32 logits, {called(value)}, which its op does not keep")
 
 
 def _check_unwritten(view: View, heads: dict[Node, Head]) -> None:
