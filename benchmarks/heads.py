@@ -119,6 +119,34 @@ class Penalized(Head):
         return loss + 1e-4 * logits.logsumexp(-1).square().mean()
 
 
+class LikelyTokens(Head):
+    """Of reinforcement learning: log-probabilities in fp32 of a body of 16 bits."""
+
+    def logits_of(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)  # float64 stays it
+        return F.linear(x.to(wide), self.head.weight.to(wide))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        likely = self.logits_of(x).log_softmax(-1).gather(-1, labels[..., None])
+        ratio = (likely - likely.detach()).exp()
+        return -ratio.mean()
+
+
+class WideLoss(LikelyTokens):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits_of(x).flatten(0, 1), labels.flatten())
+
+
+def in_tf32(compared: Callable[[], Any]) -> Any:
+    gemms: Any = torch.backends.cuda.matmul
+    before, gemms.fp32_precision = gemms.fp32_precision, "tf32"
+    try:
+        return compared()
+    finally:
+        gemms.fp32_precision = before
+
+
+IN_FP32 = (4096, 4096, 128256, None, False)
 CASES: dict[str, Callable[[], Any]] = {
     "head of 700 rows": head(700, 768, 50257, BF16),
     "head of GPT-2, 8192 rows": head(8192, 768, 50257, BF16),
@@ -131,6 +159,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "head of Gemma, 4096 rows": head(4096, 2304, 256000, None, kind=Gemma),
     "head of Gemma, 4096 rows, with logits": head(4096, 2304, 256000, None, True, Gemma),
     "head of GPT-2, 8192 rows, with a z-loss": head(8192, 768, 50257, BF16, kind=Penalized),
+    "head in fp32, likely tokens": head(*IN_FP32, LikelyTokens),
+    "head in fp32, cross entropy": head(*IN_FP32, WideLoss),
+    "head in fp32, likely tokens, TF32": functools.partial(in_tf32, head(*IN_FP32, LikelyTokens)),
     "gpt2": gpt2,
     "gpt2 with logits": functools.partial(gpt2, returns=True),
     "llama": llama,

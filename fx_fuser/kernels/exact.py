@@ -2,7 +2,7 @@
 
 The products of two such values are exact in fp32, unless they over- or underflow, so one gemm on
 the tensor cores is enough. No site is found for it: `fx_fuser.passes.provenance` puts it into
-Inductor's graphs.
+Inductor's graphs, and `fx_fuser.ops.head_wide` calls it.
 kernels_cu/linear/linear_exact_sm90.cuh.
 """
 

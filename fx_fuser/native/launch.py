@@ -135,7 +135,7 @@ def head_loss_gradient(
         scale, hot: [rows], float32, contiguous; of all rows, also those whose label is ignored.
         logits, sums: of `head_loss_kept`.
         gradient: [rows, pitch], of the logits' dtype; elements of a row adjacent, rows aligned to
-            16 bytes.
+            16 bytes. It may be the logits' own memory.
 
     Raises:
         BuildError: the kernel does not compile or load.

@@ -53,12 +53,12 @@ _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 # ---- the functions of `fx_fuser.ops.run` ---------------------------------------------------------
 
 
-def _losses(
+def row_losses(
     logits: Tensor, labels: Tensor, ignore_index: int, tail: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and what `_grads` needs of it."""
+    """The loss of each row, and what its gradient needs of it."""
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        (losses, sums), how = _losses_like(logits), Tail(*tail)
+        (losses, sums), how = losses_like(logits), Tail(*tail)
         if _runs_kernels(logits):
             given = _rows(logits), labels.contiguous(), losses, sums, ignore_index, how
             launch.head_loss_kept(spec_of(logits.dtype, how), *given)
@@ -70,7 +70,7 @@ def _losses(
         return losses, sums
 
 
-def _losses_like(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def losses_like(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows = logits.shape[0]
     losses = logits.new_empty(rows, dtype=torch.float32)
     return losses, logits.new_empty((rows, 2), dtype=torch.float32)
@@ -110,7 +110,7 @@ def _sums_over_pieces(
         part = x[first : first + pieces.rows].to(compute)
         piece, gradient = slice(first, first + part.shape[0]), buffer[: part.shape[0]]
         of_piece = logits[piece], sums[piece], labels[piece], scale[piece], hot[piece]
-        _gradient(*of_piece, gradient, ignore_index, tail)
+        row_gradient(*of_piece, gradient, ignore_index, tail)
         add_products(totals, piece, gradient, part, operand)
     return totals
 
@@ -122,7 +122,7 @@ def _grads_like(x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
     return [like[name] for name in wanted]
 
 
-run.define("head_losses", _losses, _losses_like)
+run.define("head_losses", row_losses, losses_like)
 run.define("head_grads", _grads, _grads_like)
 
 
@@ -135,7 +135,7 @@ def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _gradient(
+def row_gradient(
     logits: Tensor, sums: Tensor, labels: Tensor, scale: Tensor, hot: Tensor, to: Tensor,
     ignored: int, tail: Tail,
 ) -> None:  # fmt: skip
@@ -146,6 +146,32 @@ def _gradient(
         return
     shares = (values_of(logits, tail) - sums[:, :1]).exp() / sums[:, 1:]
     write_gradient(to, logits, shares, labels, scale, hot, tail)
+
+
+def log_sum_exp(sums: Tensor) -> Tensor:
+    """Of each row, from its `row_losses`."""
+    largest, total = sums.unbind(1)
+    # Of an infinite logit the sum is NaN.
+    return torch.where(largest.isinf(), largest, largest + total.log())
+
+
+def picked(logits: Tensor, labels: Tensor, ignore_index: int, tail: Tail) -> Tensor:
+    """The label's value of each row, any other's where the label does not count."""
+    at = torch.where(labels == ignore_index, 0, labels)[:, None]
+    return values_of(logits.gather(1, at), tail).squeeze(1)
+
+
+def row_scales(
+    labels: Tensor, ignore_index: int, d_losses: Tensor, *d_parts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of each row's softmax, and what the label's value has beside it. d_parts: the gradients by
+    log-sum-exp and by the label's value."""
+    scale = torch.where(labels != ignore_index, d_losses, 0.0)
+    hot = -scale
+    if d_parts:
+        d_lse, d_picked = d_parts
+        scale, hot = scale + d_lse, hot + d_picked
+    return scale, hot
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -166,21 +192,13 @@ class _KeptLoss(torch.autograd.Function):
         ctx.save_for_backward(x, weight, logits, labels, sums)
         if not parts:
             return losses
-        largest, total = sums.unbind(1)
-        # With an infinite logit the sum is NaN.
-        lse = torch.where(largest.isinf(), largest, largest + total.log())
-        at = torch.where(labels == ignore_index, 0, labels)[:, None]
-        return losses, lse, values_of(logits.gather(1, at), Tail(*tail)).squeeze(1)
+        return losses, log_sum_exp(sums), picked(logits, labels, ignore_index, Tail(*tail))
 
     @staticmethod
     @differentiable_once(lambda _: "head_loss")
     def backward(ctx: Any, d_losses: Tensor, *d_parts: Tensor) -> tuple[Any, ...]:
         x, weight, logits, labels, sums = ctx.saved_tensors
-        scale = torch.where(labels != ctx.ignore_index, d_losses, 0.0)
-        hot = -scale
-        if d_parts:
-            d_lse, d_picked = d_parts
-            scale, hot = scale + d_lse, hot + d_picked
+        scale, hot = row_scales(labels, ctx.ignore_index, d_losses, *d_parts)
         given = x, weight, logits, labels, sums, scale, hot, ctx.ignore_index, ctx.tail
         made = _called("head_grads", *given, list(ctx.wanted))
         of = {name: grad.to(dtype) for (name, dtype), grad in zip(ctx.wanted.items(), made)}
@@ -206,14 +224,14 @@ def _composite(
     out: torch.dtype, ignore_index: int, reduction: str, tail: Sequence[float],
 ) -> Tensor:  # fmt: skip
     losses = _rows_of(x, weight, bias, logits, labels, ignore_index, tail, False)
-    return _reduced(losses, labels, out, ignore_index, reduction)
+    return reduced(losses, labels, out, ignore_index, reduction)
 
 
 def _parts(*given: Any) -> Any:
     return _rows_of(*given, True)
 
 
-def _reduced(
+def reduced(
     losses: Tensor, labels: Tensor, out: torch.dtype, ignore_index: int, reduction: str
 ) -> Tensor:
     if reduction != "none":
@@ -239,7 +257,7 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("head_loss.kept", _composite, "CompositeImplicitAutograd")
 _LIBRARY.impl("head_loss.parts", _parts, "CompositeImplicitAutograd")
-_LIBRARY.impl("head_reduced", _reduced, "CompositeImplicitAutograd")
+_LIBRARY.impl("head_reduced", reduced, "CompositeImplicitAutograd")
 HEAD_LOSS_KEPT = torch.ops.fx_fuser.head_loss.kept
 HEAD_LOSS_PARTS = torch.ops.fx_fuser.head_loss.parts
 HEAD_LOSS_REDUCED = torch.ops.fx_fuser.head_reduced.default

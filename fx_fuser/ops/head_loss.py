@@ -37,7 +37,7 @@ from fx_fuser.ops.once import differentiable_once
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _LANES = 8  # a row of logits has a multiple: for these the library has fast 16-bit gemms
-_TILE = 128  # a piece has a multiple of this many rows
+TILE = 128  # a piece has a multiple of this many rows
 # Most rows of a piece. Each piece reads and writes the sum of the weight's gradient: with 2048 rows
 # that is a tenth of the time of its three gemms, with fewer more.
 _ROWS = 2048
@@ -73,19 +73,19 @@ def pieces_of(
     A bf16 gradient is summed over pieces in an extra fp32 tensor, or in its own memory by few
     pieces: whichever takes less memory.
     """
-    height, kept = _height(rows, _ROWS), kept_dtype(weight, compute)
+    height, kept = height_of(rows, _ROWS), kept_dtype(weight, compute)
     if "weight" not in wanted or kept is torch.float32:
         return Pieces(height, torch.float32)
     added = 1 if _sums_stay_wide() else _ADDED
-    taller, k = _height(rows, max(_ROWS, -(-rows // added))), weight.shape[1]
+    taller, k = height_of(rows, max(_ROWS, -(-rows // added))), weight.shape[1]
     # Bytes of a column: its logits and sum; with an fp32 sum also, later, the sum and result.
     narrow, wide = 2 * taller + 2 * k, max(2 * height + 4 * k, 6 * k)
     return Pieces(taller, kept) if narrow <= wide else Pieces(height, torch.float32)
 
 
-def _height(rows: int, most: int) -> int:
+def height_of(rows: int, most: int) -> int:
     pieces = max(-(-rows // most), 1)
-    height = -(-rows // (pieces * _TILE)) * _TILE
+    height = -(-rows // (pieces * TILE)) * TILE
     return max(min(height, rows), 1)
 
 
@@ -252,8 +252,9 @@ def write_gradient(
     hot: of each row, 0 where it does not count."""
     columns = shares.shape[1]
     shares *= scale[:, None]  # NaN stays NaN where the label does not count, as in eager
-    at = torch.where((labels >= 0) & (labels < columns), labels, 0)[:, None]
-    shares.scatter_add_(1, at, (hot * (1 - tail.smoothing))[:, None])
+    is_column = (labels >= 0) & (labels < columns)
+    at, of_label = (torch.where(is_column, v, 0) for v in (labels, hot * (1 - tail.smoothing)))
+    shares.scatter_add_(1, at[:, None], of_label[:, None])
     if tail.smoothing:
         shares += hot[:, None] * (tail.smoothing / columns)
     if tail.after:

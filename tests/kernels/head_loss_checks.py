@@ -148,6 +148,11 @@ def _compare_parts(
     given = labels, of_lse + of_loss, -of_loss, made, IGNORED, tail
     launch.head_loss_gradient(spec, kept, sums, *given)
     _compare_gradients(failures, f"parts of {what}", made, exact, 8.0, tail)
+    in_place = logits.clone()
+    given = labels, of_lse + of_loss, -of_loss, in_place, IGNORED, tail
+    launch.head_loss_gradient(spec, in_place[:, :columns], sums, *given)
+    if not torch.equal(in_place.view(torch.uint8), made.view(torch.uint8)):
+        failures.append(f"parts of {what}: other gradients in the logits' place")
 
 
 def _is_within(off: Tensor, made: Tensor, exact: Tensor, most: float) -> bool:

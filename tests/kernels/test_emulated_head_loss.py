@@ -15,7 +15,7 @@ from torch import Tensor
 from fx_fuser.graph.read.heads import Tail
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import launch
-from fx_fuser.ops import head_kept
+from fx_fuser.ops import head_kept, head_wide
 from fx_fuser.ops import head_loss as op
 
 TAIL = Tail(0.5, 3.0, 0.1)
@@ -105,3 +105,28 @@ def test_the_op_of_kept_logits_with_the_kernels_is_the_op_without(
     monkeypatch.setattr(head_kept, "_runs_kernels", lambda _: True)
     for ours, plain in zip(made(), expected):
         assert float((ours - plain).norm()) < torch.finfo(dtype).eps / 4 * float(plain.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_op_of_fp32_logits_with_the_kernels_is_the_op_without(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By blocks of columns, of which each has a share of the smoothing."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 51, (40,))
+    labels[:3] = torch.tensor([0, 50, -100])
+    shapes = (40, 16), (51, 16), (51,)
+    given = [torch.randn(*shape).to(dtype).float().requires_grad_() for shape in shapes]
+    how = dtype, False, -100, TAIL
+
+    def made() -> list[Tensor]:
+        losses, lse, picked = head_wide.HEAD_LOSS_WIDE_PARTS(*given, labels, *how)
+        total = (losses.sin() + lse.cos() * picked).sum()
+        return [total.detach(), *torch.autograd.grad(total, given)]
+
+    monkeypatch.setattr(head_wide, "height_of", lambda count, most: min(count, 13))
+    expected = made()
+    monkeypatch.setattr(head_kept, "_runs_kernels", lambda _: True)
+    for ours, plain in zip(made(), expected):
+        assert float((ours - plain).norm()) < 1e-6 * float(plain.norm())

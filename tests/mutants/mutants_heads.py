@@ -9,6 +9,16 @@ LEFT = "tests/passes/test_head_loss_left.py"
 PARTS, REWRITE = "passes/head_loss/parts.py", "passes/head_loss/rewrite.py"
 PIECES = "tests/passes/test_head_pieces.py"
 LENGTHS = "tests/passes/test_head_lengths.py"
+WIDE, CASTS = "ops/head_wide/__init__.py", "passes/head_loss/wide.py"
+IN_FP32 = "tests/passes/test_head_wide"
+EMULATED = "tests/kernels/test_emulated_head_loss.py"
+
+
+def _wide(
+    name: str, of: str, old: str, new: str, test: str
+) -> tuple[str, str, str, str, tuple[str]]:
+    file = f"{IN_FP32}_left.py" if "stay" in test else f"{IN_FP32}.py"
+    return f"heads in fp32: {name}", of, old, new, (f"{file}::{test}",)
 
 
 def _left(
@@ -231,14 +241,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: logits of 16 bits",
         PASS,
-        "if head.kind not in SIXTEEN_BITS:",
+        "if narrow not in SIXTEEN_BITS:",
         "if False:",
         (f"{LEFT}::test_wide_weights_without_autocast_stay[dtype0]",),
     ),
     (
         "heads: not where gemms may add in fp16",
         PASS,
-        "head.kind is torch.float16 and torch",
+        "narrow is torch.float16 and torch",
         "False and torch",
         (f"{LEFT}::test_where_gemms_may_add_in_fp16_it_stays[dtype0]",),
     ),
@@ -360,5 +370,82 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "    shares *= scale[:, None]  #",
         "    shares = (shares * scale[:, None]).where(scale[:, None] != 0, 0.0)  #",
         (f"{TESTS}::test_rows_that_are_not_finite[nan]",),
+    ),
+    _wide(
+        "smoothing is shared by blocks",
+        WIDE,
+        "    if not tail.smoothing:\n",
+        "    if True:\n",
+        "test_gradients_in_fp32[0.3]",
+    ),
+    (
+        "heads in fp32: labels of another block",
+        WIDE,
+        "(labels >= first) & (labels < block.stop)",
+        "(labels >= 0)",
+        (f"{EMULATED}::test_the_op_of_fp32_logits_with_the_kernels_is_the_op_without[dtype0]",),
+    ),
+    _wide(
+        "blocks add to x's gradient",
+        WIDE,
+        "d_x.add_(_product(gradient, weight.t(), by_library))",
+        "_product(gradient, weight.t(), by_library)",
+        "test_forms[crossed-dtype0]",
+    ),
+    _wide(
+        "blocks add to x's gradient by the library",
+        WIDE,
+        "d_x.addmm_(gradient, weight.float())",
+        "d_x",
+        "test_where_torch_is_asked_for_tf32_the_library_multiplies[likely_tokens-follow]",
+    ),
+    _wide(
+        "who asks for split products gets them",
+        CASTS,
+        'return precision == "tf32" and ',
+        "return ",
+        "test_where_torch_is_asked_for_tf32_the_library_multiplies[likely_tokens-split]",
+    ),
+    _wide(
+        "one 16-bit dtype",
+        CASTS,
+        "if narrow is not value_of(of_weight.before).dtype:",
+        "if False:",
+        "test_a_loss_that_stays[of_two_dtypes]",
+    ),
+    _wide(
+        "nothing is written",
+        CASTS,
+        "if not written.isdisjoint(",
+        "if False and not written.isdisjoint(",
+        "test_a_loss_that_stays[written_behind_the_cast]",
+    ),
+    _wide(
+        "torch's own views",
+        CASTS,
+        "and is_torchs(node):",
+        "and True:",
+        "test_a_loss_that_stays[by_the_users_contiguous]",
+    ),
+    _wide(
+        "a cast that has a gradient",
+        CASTS,
+        "if is_alone and is_same else",
+        "if is_alone else",
+        "test_a_cast_without_a_gradient_keeps_it_out",
+    ),
+    _wide(
+        "nobody else reads the logits",
+        PASS,
+        "        _check_unread(others)\n",
+        "",
+        "test_a_loss_that_stays[and_an_accuracy]",
+    ),
+    _wide(
+        "rows that TMA copies",
+        CASTS,
+        "k % _ALIGNED == 0",
+        "True",
+        "test_rows_that_tma_does_not_copy_stay[12-not a multiple of 16 bytes]",
     ),
 )

@@ -6,6 +6,7 @@ A program is text: a Linear, then in any order casts, views, slices of rows, sca
 then one of the losses, with all their options; logits may be returned, at any step, or read for an
 accuracy, and the loss may be in a checkpoint or under another autocast. A third of the programs
 have a trap: something else reads or writes what lies between, or a step is none that a head has.
+A quarter multiply in fp32 what they cast up from 16 bits; returned logits are a trap of these.
 
 Without a trap the head must be one op with its loss. With or without, values and gradients are
 held to the contract against float64.
@@ -13,6 +14,7 @@ held to the contract against float64.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("", "passes")]
@@ -29,18 +32,28 @@ if __name__ == "__main__":
 import seeds
 import torch
 import torch.nn.functional as F
-from heads import by_eager, found, larger
+from heads import by_eager, found, larger, widened
 from helpers import Program, compiled, run
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from fx_fuser.ops import head_wide
 from fx_fuser.verify.accuracy import Observed, compare, errors_of
 
 TRAPS = ("penalty", "class weights", "write", "operand", "tensor scale", "tanh twice", "softmax",
          "no grad", "smoothed away", "other rows", "nothing")  # fmt: skip
 LOSSES = ("cross entropy", "cross entropy", "module", "nll", "gather", "by hand", "z-loss")
 PEERS = 16
+LINEARS = ("m.head(x)", "m.biased(x)", "F.linear(x, m.head.weight)", "x @ m.head.weight.T")
+WIDE_LINEARS = (
+    "F.linear(wide(x), wide(m.head.weight))",
+    "F.linear(wide(x), wide(m.biased.weight), wide(m.biased.bias))",
+    "wide(x) @ wide(m.head.weight).t()",
+    "torch.matmul(wide(x), wide(m.head.weight.T)); aside = wide(x).square().mean()",
+    "(h := wide(x)) @ wide(m.head.weight).T; aside = h.square().mean()",
+    "F.linear(wide(x), (w := wide(m.head.weight))); aside = w.square().mean()",
+)
 
 
 @dataclass
@@ -55,6 +68,7 @@ class Head:
     shape: tuple[int, ...] = ()
     width: int = 16
     columns: int = 51
+    wide: bool = False  # in fp32, of operands that are cast up
 
     @property
     def text(self) -> str:
@@ -63,7 +77,7 @@ class Head:
     def compiled(self, device: str) -> Callable[..., Any]:
         scope: dict[str, Any] = {
             "torch": torch, "F": F, "nn": nn, "checkpoint": checkpoint, "device": device,
-            "kind": self.dtype,
+            "kind": self.dtype, "wide": widened,
         }  # fmt: skip
         exec(self.text, scope)
         made: Callable[..., Any] = scope["loss"]
@@ -89,6 +103,9 @@ class Writer:
         self.keeps_rows = self.loss in ("by hand", "z-loss") or self.draw.random() < 0.5
         self.names = ["z"]  # of logits, at each step
         self.scaled = False
+        self.made.wide = random.Random(f"wide {seed}").random() < 0.25
+        if self.made.wide:
+            self.made.casts, self.made.width = False, self.made.width // 8 * 8
 
     def write(self) -> Head:
         add = self.made.lines.append
@@ -98,9 +115,7 @@ class Writer:
         around, inside = self.regions()
         add(f"with torch.autocast(device, kind, enabled={around}):")
         body: list[str] = []
-        linear = self.draw.choice(
-            ("m.head(x)", "m.biased(x)", "F.linear(x, m.head.weight)", "x @ m.head.weight.T")
-        )
+        linear = self.draw.choice(WIDE_LINEARS if self.made.wide else LINEARS)
         no_grad = trap == "no grad"
         body += [f"with torch.set_grad_enabled({not no_grad}):", f"    z = {linear}"]
         for _ in range(self.draw.randint(0, 4)):
@@ -123,6 +138,11 @@ class Writer:
         if trap == "penalty":
             body.append(f"total = total + {self.draw.choice(self.names)}.float().mean()")
         returned = self.returned()
+        if "aside" in linear:
+            body.append("total = total + 0.1 * aside")
+        if self.made.wide:
+            body = [_without_casts(line) for line in body]
+            self.made.trap = trap or "returned" * bool(returned)
         body.append(f"return total{returned}")
         if not returned and not trap and self.draw.random() < 0.1:
             add("    def inner(x, y):")
@@ -223,6 +243,13 @@ class Writer:
         return f", {name}"
 
 
+def _without_casts(line: str) -> str:
+    """The logits are in fp32 already, and in float64 where exact ones are made."""
+    for cast in (".float()", ".to(torch.float32)", ".type(torch.float32)"):
+        line = line.replace(cast, "")
+    return line
+
+
 def generate(seed: int, device: str = "cpu") -> Head:
     return Writer(seed, device).write()
 
@@ -262,10 +289,13 @@ def attempt(seed: int, device: str = "cpu", seen: Counter[str] | None = None) ->
     options: dict[str, Any] = {"auto": True, "inner": "aot_eager"}
     if device != "cpu":
         options |= {"cpu_ops": False, "plan": "always"}
-    ours, _ = run(model, inputs, True, lambda m: compiled(m, **options), narrow=outputs)
+    small = {"height_of": lambda count, most: max(min(count, 13), 1)} if device == "cpu" else {}
+    with mock.patch.multiple(head_wide, **small) if small else contextlib.nullcontext():
+        ours, _ = run(model, inputs, True, lambda m: compiled(m, **options), narrow=outputs)
     heads = found()
     if seen is not None:
-        seen.update(found=heads, trapped=bool(program.trap))
+        wide = program.wide and not program.trap
+        seen.update(found=heads, trapped=bool(program.trap), wide=wide)
     if not program.trap and heads != 1:
         return f"{heads} heads"
     mine = Observed(ours.outputs, ours.grads)

@@ -207,6 +207,7 @@ NAMED = {
     "ops.conv1d.__init__": {"conv1d"},  # of Inductor's graphs, no site
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
+    "ops.head_wide.__init__": {"exact", "split"},  # its products
     "ops.library": {"attention", "folded", "unaligned"},
     "ops.plain": {"planes"},  # how much memory a plane takes
     "ops.attention_dropout": {"attention"},
@@ -227,6 +228,7 @@ NAMED = {
     "passes.conv1d.__init__": {"conv1d"},
     "passes.conv1d.site": {"conv1d"},
     "passes.head_loss.__init__": {"head_loss"},
+    "passes.head_loss.wide": {"exact", "split"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.planes.__init__": {"planes"},
     "passes.products": {"split", "exact"},

@@ -46,6 +46,11 @@ def labels(*shape: int) -> Tensor:
     return made
 
 
+def widened(v: Tensor) -> Tensor:
+    """v.float(), of float64 nothing."""
+    return v.to(torch.promote_types(v.dtype, torch.float32))
+
+
 def autocast(body: Body, dtype: torch.dtype = BF16) -> Body:
     """Within it. float64 is not cast."""
 

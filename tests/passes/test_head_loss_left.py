@@ -17,6 +17,7 @@ import fx_fuser
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.read.heads import PLAIN, Head
 from fx_fuser.graph.read.sites import Site
+from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import load
 from fx_fuser.options import Options
 from fx_fuser.passes import head_loss
@@ -388,12 +389,12 @@ def test_a_kernel_that_does_not_compile_costs_the_head_alone(
     monkeypatch.setattr(load, "prepare", fails)
     warns = pytest.warns(UserWarning, match="leaves a loss as written: no compiler")
     with warns, pytest.raises(head_loss.Stays, match="no compiler"):
-        head_loss._check_kernel(head_on_a_gpu(), PLAIN, Options())
+        head_loss._check_kernel(head_on_a_gpu(), [spec_of(BF16)], Options())
     with pytest.raises(BuildError):
-        head_loss._check_kernel(head_on_a_gpu(), PLAIN, Options(strict=True))
+        head_loss._check_kernel(head_on_a_gpu(), [spec_of(BF16)], Options(strict=True))
 
 
 def test_where_no_kernel_runs_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "available", lambda _: "it is too old")
     with pytest.raises(head_loss.Stays, match="it is too old"):
-        head_loss._check_kernel(head_on_a_gpu(), PLAIN, Options(strict=True))
+        head_loss._check_kernel(head_on_a_gpu(), [spec_of(BF16)], Options(strict=True))

@@ -83,7 +83,7 @@ def weight_gradients(
 ) -> Tensor:
     """By as many pieces as may add."""
     monkeypatch.setattr(op, "_ROWS", 1)
-    monkeypatch.setattr(op, "_TILE", 1)
+    monkeypatch.setattr(op, "TILE", 1)
     pieces = op.pieces_of(x.shape[0], weight, BF16)
     assert pieces.rows < x.shape[0] and pieces.sum is BF16
     leaf = weight.detach().requires_grad_()

@@ -15,6 +15,9 @@ them without a gradient, as for an accuracy; where each row has a loss of its ow
 checkpoint, which runs forward twice. It also stays where a log-sum-exp of the same logits is read,
 as for a penalty on it, perhaps with a gather of logits (`fx_fuser.passes.head_loss.parts`).
 
+A head that multiplies in fp32 what was cast up from 16 bits is an op of its own, which computes the
+logits again in backward (`fx_fuser.passes.head_loss.wide`). Nothing else may read its logits.
+
 A loss stays as written where the logits are small: then the library's gemm and one pass are as
 fast.
 """
@@ -33,7 +36,6 @@ from torch.fx import Graph, Node
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.read.heads import (
     Head,
-    Tail,
     is_log_sum_exp,
     is_loss,
     is_pick,
@@ -46,11 +48,14 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops.head_kept import Returned
 from fx_fuser.ops.head_loss import OPERANDS, pieces_of, width_of
+from fx_fuser.ops.head_wide import piece_of
 from fx_fuser.options import Options
 from fx_fuser.passes.head_loss.parts import Stays, heads_of, parts_of, reads_all
 from fx_fuser.passes.head_loss.rewrite import rewrite
+from fx_fuser.passes.head_loss.wide import Wide, kernels_of, wide_of
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
 COUNTER = "fx_fuser_heads"
@@ -121,8 +126,9 @@ def _fuse(
     """Raises Stays, before it changes anything. heads: of all nodes that become one op with it."""
     parts = parts_of(view, heads)
     head, node = heads[parts.loss], parts.loss
+    wide = wide_of(view, head, options)
     for one in heads.values():
-        _check_head(view, one)
+        _check_head(view, one, wide)
     inner = {n for one in heads.values() for n in one.nodes}
     others = [(one, other) for one in heads.values() for other in _others(view, one, inner)]
     for one in heads.values():
@@ -137,10 +143,19 @@ def _fuse(
     # Forward does not know the gradient of a loss per row, and a checkpoint runs it twice.
     waits = parts.given.reduction == "none" or is_body
     stay = not is_alone or bool(others) or (waits and value_of(node).requires_grad)
-    saved = _gain(head, stay, is_returned, options)
-    _check_kernel(head, parts.tail, options)
-    returned = rewrite(view, heads, parts, stay)
+    kernels = [spec_of(head.kind, parts.tail)]
+    if wide is not None:
+        _check_unread(others)
+        stay, kernels = False, [*kernels, *kernels_of(wide)]
+    saved = _gain(head, stay, is_returned, options, is_wide=wide is not None)
+    _check_kernel(head, kernels, options)
+    returned = rewrite(view, heads, parts, stay, wide)
     return HeadLoss(node, saved, stay=stay, returned=returned)
+
+
+def _check_unread(others: Sequence[tuple[Head, tuple[Node, Node]]]) -> None:
+    for _, (value, _) in others:
+        raise Stays(f"others read its fp32 logits, {called(value)}, which its op does not keep")
 
 
 def _check_unwritten(view: View, heads: dict[Node, Head]) -> None:
@@ -148,12 +163,13 @@ def _check_unwritten(view: View, heads: dict[Node, Head]) -> None:
         raise Stays("something is written after its Linear")
 
 
-def _check_head(view: View, head: Head) -> None:
+def _check_head(view: View, head: Head, wide: Wide | None) -> None:
     site, loss = head.head, head.nodes[0]
     region = view.region[loss]
-    if head.kind not in SIXTEEN_BITS:
-        raise Stays(f"its logits are {head.kind}, not 16-bit")
-    if head.kind is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+    narrow = head.kind if wide is None else wide.narrow
+    if narrow not in SIXTEEN_BITS:
+        raise Stays(f"its logits are {head.kind}, not 16-bit, and nor are its operands")
+    if narrow is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         raise Stays("torch's setting lets gemms add in fp16")
     kinds = {value_of(n).dtype for n in head.nodes[1:]}
     if not kinds <= {head.kind, torch.float32}:
@@ -209,7 +225,7 @@ def _is_aside(reader: Node) -> bool:
     return type(value) is FakeTensor and not value.requires_grad
 
 
-def _gain(head: Head, stay: bool, is_returned: bool, options: Options) -> int | None:
+def _gain(head: Head, stay: bool, is_returned: bool, options: Options, is_wide: bool) -> int | None:
     """Bytes of logits and their gradients that a step no longer holds at once: all but a piece.
     None where the number of rows depends on data."""
     logits = value_of(head.nodes[1])
@@ -223,8 +239,12 @@ def _gain(head: Head, stay: bool, is_returned: bool, options: Options) -> int | 
         return None
     trains = value_of(head.nodes[0]).requires_grad
     wanted = OPERANDS if trains else ()
-    pieces = pieces_of(count // columns, value_of(weight), head.kind, wanted)
-    piece = pieces.rows * width_of(columns) * itemsize
+    rows = count // columns
+    if is_wide:
+        piece = piece_of(rows, columns) * columns * itemsize
+    else:
+        pieces = pieces_of(rows, value_of(weight), head.kind, wanted)
+        piece = pieces.rows * width_of(columns) * itemsize
     # A graph that returns logits gets a gradient for them, of zeros.
     return max((1 + trains - stay + is_returned) * whole - piece, 0)
 
@@ -239,8 +259,8 @@ def _check_size(whole: int | None, columns: int) -> None:
         raise Stays(f"it has {columns} classes, fewer than {_LEAST_COLUMNS}")
 
 
-def _check_kernel(head: Head, tail: Tail, options: Options) -> None:
-    """Builds the kernel, and loads it."""
+def _check_kernel(head: Head, kernels: Sequence[KernelSpec], options: Options) -> None:
+    """Builds the kernels, and loads them."""
     device = value_of(head.head.node).device
     if device.type != "cuda":
         return
@@ -248,7 +268,7 @@ def _check_kernel(head: Head, tail: Tail, options: Options) -> None:
     if reason is not None:
         raise Stays(reason)
     try:
-        load.prepare([spec_of(head.kind, tail)], device)
+        load.prepare(kernels, device)
     except BuildError as error:
         if options.strict:
             raise

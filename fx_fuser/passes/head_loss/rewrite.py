@@ -20,22 +20,37 @@ from fx_fuser.ops.head_kept import (
     Returned,
 )
 from fx_fuser.ops.head_loss import HEAD_LOSS
+from fx_fuser.ops.head_wide import HEAD_LOSS_WIDE, HEAD_LOSS_WIDE_PARTS
 from fx_fuser.passes.head_loss.parts import Parts
+from fx_fuser.passes.head_loss.wide import Wide
+from fx_fuser.planning.surroundings import VIEWS
 
 
-def rewrite(view: View, heads: dict[Node, Head], parts: Parts, stay: bool) -> tuple[Returned, ...]:
+def rewrite(
+    view: View, heads: dict[Node, Head], parts: Parts, stay: bool, wide: Wide | None = None
+) -> tuple[Returned, ...]:
     """Make the loss an op, of x with the rows that the loss reads. Returns what the graph returns
     of the logits, if they stay."""
     head, node, given = heads[parts.loss], parts.loss, parts.given
     site, out, tail = head.head, value_of(node).dtype, [*parts.tail]
     x, weight, bias = (site.operands[name] for name in ("x", "weight", "bias"))
     assert x is not None and weight is not None, "a Linear has both"
+    if wide is not None:
+        x, weight = wide.x, wide.weight
     make = _maker(parts.at, node)
     if site.kind == "matmul":
         weight = make("t", weight)
     moved, how = _moved(make, x, parts.steps), (out, given.ignored, given.reduction, tail)
     returned: list[Returned] = []
-    if not stay:
+    if wide is not None:
+        given_wide = moved[-1], weight, bias, parts.labels, wide.narrow, wide.by_library
+        if len(heads) == 1:
+            _call(node, HEAD_LOSS_WIDE, *given_wide, *how)
+        else:
+            _call_parts(
+                view, heads, parts, HEAD_LOSS_WIDE_PARTS, *given_wide, given.ignored, tail, x=x
+            )
+    elif not stay:
         _call(node, HEAD_LOSS, moved[-1], weight, bias, given.labels, head.kind, *how)
     else:
         logits = _moved(make, head.logits[0], parts.steps)[-1]
@@ -43,12 +58,12 @@ def rewrite(view: View, heads: dict[Node, Head], parts: Parts, stay: bool) -> tu
         if len(heads) == 1:
             _call(node, HEAD_LOSS_KEPT, *operands, *how)
         else:
-            _call_parts(view, heads, parts, *operands, given.ignored, tail)
+            _call_parts(view, heads, parts, HEAD_LOSS_PARTS, *operands, given.ignored, tail)
         for one in filter(functools.partial(_is_returned, view), heads.values()):
             at_end = _maker(view.nodes[-1], node)
             of_x = moved if len(heads) == 1 else _moved(at_end, x, one.steps)
             returned += _return_operands(view, one, of_x, weight, bias)
-    _erase_dead(heads)
+    _erase_dead(heads, () if wide is None else wide.casts)
     return tuple(returned)
 
 
@@ -56,18 +71,28 @@ def _is_returned(view: View, head: Head) -> bool:
     return any(value in view.nodes[-1].all_input_nodes for value in head.logits)
 
 
-def _erase_dead(heads: dict[Node, Head]) -> None:
-    """Erase what nothing reads any more between the Linear and its losses."""
+def _erase_dead(heads: dict[Node, Head], casts: Sequence[Node]) -> None:
+    """Erase what nothing reads any more between the Linear and its losses, and casts before it."""
     erased = set[Node]()
     for head in heads.values():
         for dead in head.nodes[1:]:
             if dead not in erased and not dead.users:
                 dead.graph.erase_node(dead)
                 erased.add(dead)
+    for cast in dict.fromkeys(casts):
+        for reader in [*cast.users]:
+            if not reader.users and reader.op != "output" and called_name(reader) in VIEWS:
+                reader.graph.erase_node(reader)
+        if not cast.users:
+            cast.graph.erase_node(cast)
 
 
-def _call_parts(view: View, heads: dict[Node, Head], parts: Parts, *arguments: Any) -> None:
-    """Put the results of one op in place of the loss and of each log-sum-exp."""
+def _call_parts(
+    view: View, heads: dict[Node, Head], parts: Parts, op: Any, *arguments: Any,
+    x: Node | None = None,
+) -> None:  # fmt: skip
+    """Put the results of one op in place of the loss and of each log-sum-exp. x: the Linear's, if
+    its logits are not to stay."""
     value = value_of(parts.loss)
     with value.fake_mode, torch.set_grad_enabled(value.requires_grad):
         fake = value_of(next(filter(is_log_sum_exp, heads))).float().flatten()
@@ -79,14 +104,17 @@ def _call_parts(view: View, heads: dict[Node, Head], parts: Parts, *arguments: A
         made.meta = {**parts.at.meta, "example_value": fake}
         return made
 
-    made = add(HEAD_LOSS_PARTS, *arguments)
+    made = add(op, *arguments)
     made.meta["example_value"] = (fake, fake, fake)
     losses, lse, picked = (add(MOVES["getitem"], made, i) for i in range(3))
     for node in heads:
         dtype = value_of(node).dtype
         if is_log_sum_exp(node):
             end = slice(0, 1) if _keeps_dim(node) else 0
-            logits = argument_of(node, 0, "input")
+            if x is None:
+                logits = argument_of(node, 0, "input")
+            else:  # as many rows
+                logits = _moved(_maker(node, node), x, heads[node].steps)[-1]
             index: Any = (Ellipsis, end)
             with node.graph.inserting_before(node):
                 like = node.graph.call_function(MOVES["getitem"], (logits, index))
