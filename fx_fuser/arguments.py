@@ -115,6 +115,23 @@ def fault_of_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return ""
 
 
+def hint_of_packed(
+    model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], usage: str
+) -> str:
+    """What may be wrong if the model failed on one tuple or list; else empty.
+
+    model: None for one whose signature says nothing.
+    """
+    if len(inputs) != 1 or not isinstance(inputs[0], (tuple, list)):
+        return ""
+    if model is not None and fault_of_call(model, inputs[0], kwargs):
+        return ""
+    return (
+        f"the model fails on its only input, a {type(inputs[0]).__name__}; if that holds its "
+        f"inputs, give them one by one: {usage}"
+    )
+
+
 def names_of(model: Any) -> frozenset[str]:
     """The names of the arguments that it takes, as far as its signature says."""
     signature = _signature(model, through_decorators=True)

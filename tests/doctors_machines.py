@@ -42,7 +42,7 @@ def machine(**changes: Any) -> Facts:
         split_loop="",
         split_loop_fault="",
         cache=cache,
-        precision="torch's settings: matmul without TF32",
+        precision="TF32 by torch's settings: matmul off",
     )
     return dataclasses.replace(well, **changes)
 

@@ -22,6 +22,7 @@ from fx_fuser.arguments import (
     check_model,
     fault_of_call,
     for_kwargs,
+    hint_of_packed,
     named_inputs,
     near_names,
     refuses_unfit_calls,
@@ -121,7 +122,12 @@ def compare(
         race = Race(model, step, held, device, variants_of(names, chosen, options), say)
         with torch.set_grad_enabled(grad):
             header = replace(header_of(tensors, mode_of(model), chosen), note="")
-        _first_step(race, wanted)
+        try:
+            _first_step(race, wanted)
+        except (TypeError, ValueError, AttributeError) as error:
+            if hint := hint_of_packed(model, inputs, given, _USAGE):
+                raise OptionError(f"{hint} ({type(error).__name__}: {error})") from error
+            raise
         with ExitStack() as caches:
             race.compile_all(device.type == "cuda" if cold is None else cold, caches)
             race.measure(seconds, _is_narrow(tensors))

@@ -131,7 +131,7 @@ def _compilers(facts: Facts) -> Iterator[Finding]:
     if facts.brought:
         counts = ", ".join(f"{count} for {arch}" for arch, count in facts.brought.items())
         yield Finding(OK, f"kernels that came with the package: {counts}")
-    elif not facts.is_checkout:
+    elif not facts.is_checkout and facts.gpus:
         yield Finding(NOTE, "no kernel of the package is used: a model's first call compiles all")
     if facts.launcher_fault:
         text = f"the kernel launcher cannot be built: {facts.launcher_fault}"

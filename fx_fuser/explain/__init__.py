@@ -17,6 +17,7 @@ from fx_fuser.arguments import (
     check_model,
     fault_of_call,
     for_kwargs,
+    hint_of_packed,
     named_inputs,
     near_names,
     refuses_unfit_calls,
@@ -104,13 +105,8 @@ def _hint(
     model: Any, program: ExportedProgram | None, inputs: Sequence[Any], given: Mapping[str, Any]
 ) -> str:
     """What may be wrong with the inputs that the model failed on; empty if that is unknown."""
-    if len(inputs) == 1 and isinstance(inputs[0], (tuple, list)):
-        kind = type(inputs[0]).__name__
-        if program or not fault_of_call(model, inputs[0], given):
-            return (
-                f"the model fails on its only input, a {kind}; if that holds its inputs, give them "
-                f"one by one: {_USAGE}"
-            )
+    if hint := hint_of_packed(None if program else model, inputs, given, _USAGE):
+        return hint
     spec = program.call_spec.in_spec if program else None
     if spec is not None and tree_flatten((tuple(inputs), dict(given)))[1] != spec:
         return f"the program was exported with other inputs; use {_USAGE}"

@@ -97,8 +97,8 @@ def _autocast(kinds: Iterable[str]) -> Iterator[str]:
 
 def _precision(options: Options) -> str:
     allowed: Sequence[bool] = (matmul_tf32_requested(), conv_tf32_allowed())
-    gemms, convolutions = ("with" if tf32 else "without" for tf32 in allowed)
+    gemms, convolutions = ("on" if tf32 else "off" for tf32 in allowed)
     return (
-        f"torch's settings: matmul {gemms} TF32, convolutions {convolutions}; "
+        f"TF32 by torch's settings: matmul {gemms}, convolutions {convolutions}; "
         f"option fp32={options.fp32!r}"
     )

@@ -104,7 +104,7 @@ def test_the_header(report: Report) -> None:
     assert said == f"fx_fuser {fx_fuser.__version__}, torch {torch.__version__}, on cpu"
     assert seen == "float32; train; gradients on"
     assert precision == (
-        "torch's settings: matmul without TF32, convolutions with; option fp32='follow'"
+        "TF32 by torch's settings: matmul off, convolutions on; option fp32='follow'"
     )
     assert note.startswith(
         "fx_fuser has no kernels for a CPU: Inductor compiles your model as it is."
@@ -144,7 +144,7 @@ def test_the_header_says_autocast_and_tf32() -> None:
         matmul.fp32_precision = before
     lines = str(report).splitlines()
     assert lines[1] == "float32; autocast to bfloat16; eval; gradients on"
-    assert lines[2] == "torch's settings: matmul with TF32, convolutions with; option fp32='ieee'"
+    assert lines[2] == "TF32 by torch's settings: matmul on, convolutions on; option fp32='ieee'"
 
 
 def test_on_a_cpu_nothing_is_said_to_be_fused_or_saved(report: Report) -> None:
