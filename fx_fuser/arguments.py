@@ -115,9 +115,7 @@ def fault_of_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return ""
 
 
-def hint_of_packed(
-    model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], usage: str
-) -> str:
+def hint_of_packed(model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], usage: str) -> str:
     """What may be wrong if the model failed on one tuple or list; else empty.
 
     model: None for one whose signature says nothing.
