@@ -18,6 +18,9 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 FOLDED = "folded"
 FOLD = Family("conv/fold.cuh", "FX_FUSER_FOLD", "fold")
+# #46: no GPU has trained through it. To be removed once test_training_with_frozen_norms of
+# tests/ops/test_folded_gpu.py has passed.
+TRAINS_ON_GPU = False
 
 
 @functools.cache
@@ -96,12 +99,11 @@ def _is_normed(case: Case) -> bool:
 
 
 def _is_frozen(case: Case) -> bool:
-    """May it be trained: is there a BatchNorm in evaluation whose parameters need no gradient?
-
-    And does x come in channels_last, so that what backward reads has the strides it has in eager
-    mode?
-    """
+    """May it be trained: is there a BatchNorm in evaluation whose parameters need no gradient, and
+    does x come in channels_last, so that backward reads it with eager's strides?"""
     if not _is_normed(case) or case.site.attrs["training"]:
+        return False
+    if case.device.type == "cuda" and not TRAINS_ON_GPU:
         return False
     asked = case.gradients()
     return (

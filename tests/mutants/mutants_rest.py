@@ -6,9 +6,38 @@ CONTEST = "tests/planning/test_contest.py"
 LAUNCHES = "tests/planning/test_launches.py"
 MEMORY = "tests/passes/test_memory.py"
 RATES = "tests/planning/test_architectures.py"
+FROZEN = "tests/ops/test_folded_training.py"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    (
+        "rest: a frozen BatchNorm has no gradients",
+        "kernels/folded.py",
+        'not any(asked.get(name) for name in ("bias", "gamma", "beta"))\n        and ',
+        "",
+        (f"{FROZEN}::test_what_is_left[thawed]", f"{FROZEN}::test_what_is_left[shifted]"),
+    ),
+    (
+        "rest: a frozen BatchNorm's x is in channels_last",
+        "kernels/folded.py",
+        '\n        and memory_format_of(case.operand("x")) == torch.channels_last',
+        "",
+        (f"{FROZEN}::test_what_is_left[in_rows]",),
+    ),
+    (
+        "rest: the weight's gradient is that of the folded one times the scale",
+        "ops/folded.py",
+        "dw.to(scale.dtype) * scale.view(-1, 1, 1, 1)",
+        "dw.to(scale.dtype)",
+        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[False]"),
+    ),
+    (
+        "rest: dz is zero where relu's result is",
+        "ops/folded.py",
+        "torch.ops.aten.threshold_backward(dy, *y, 0) if y else dy",
+        "dy",
+        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[True]"),
+    ),
     (
         "rest: what is folded at a time leaves the peak",
         "passes/memory.py",

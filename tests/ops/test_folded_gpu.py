@@ -11,6 +11,7 @@ from folded_nets import FORCED, check, frozen, net, relative, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from fx_fuser.kernels import folded as kernel
 from fx_fuser.kernels.implicit import Implicit
 from fx_fuser.native import load
 from fx_fuser.ops import folded
@@ -208,7 +209,10 @@ def test_many_launches_are_the_same() -> None:
 @folds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_training_with_frozen_norms(dtype: torch.dtype, autocast: bool) -> None:
+def test_training_with_frozen_norms(
+    dtype: torch.dtype, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "TRAINS_ON_GPU", True)
     model = frozen(on_gpu(torch.channels_last, dtype))
     x = images(4, 3, 65, 64, form=torch.channels_last, dtype=dtype)
     exact, wide = step(copy.deepcopy(model).double(), x.double())
