@@ -107,12 +107,16 @@ def diagnose(tests: bool, timed: bool, say: Say) -> Diagnosis:
                 told(access)
     if tests:
         made.tests = []
-        told("\nSelf-test: errors against float64, and eager's in brackets")
+        cases = list(cases_of(gpus, made.gets))
+        told(
+            f"\nSelf-test of {len(cases)} small models (--no-test skips it): errors against "
+            "float64, and eager's in brackets"
+        )
         if gpus:
             told("The first time, each line waits until its kernels are compiled")
         else:
             told("On a CPU none of fx_fuser's kernels run: its ops are plain torch operations here")
-        for case, device in cases_of(gpus, made.gets):
+        for case, device in cases:
             made.tests.append(selftest.run(case, device))
             told(made.tests[-1])
     if timed:

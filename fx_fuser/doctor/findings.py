@@ -159,9 +159,10 @@ def _cache(facts: Facts) -> Iterator[Finding]:
         text = f"cache {cache.folder} keeps nothing, {cache.unwritable}"
         yield Finding(WARN, f"{text}: kernels are compiled again in each process; {remedy}")
     else:
-        held = f"{cache.kernels} kernels, {cache.launchers} launchers, {cache.timings} timings"
+        held = f"{cache.kernels} compiled kernels, {cache.launchers} launcher libraries, "
+        held += f"{cache.timings} timings"
         text = f"cache {cache.folder}: {held}, {cache.megabytes:g} of {cache.limit} MB"
-        yield Finding(OK, f"{text}, trusted, writable")
+        yield Finding(OK, f"{text}, writable by you alone")
 
 
 def _precision(facts: Facts) -> Iterator[Finding]:
