@@ -20,7 +20,7 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.read.naming import called, dtype_of, infix, place_of, shape_of
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
-from fx_fuser.graph.read.sites import Site
+from fx_fuser.graph.read.sites import ATTENTION_NAMES, Site
 from fx_fuser.graph.read.source import called_name, op_of, source_of
 from fx_fuser.graph.read.view import View
 from fx_fuser.passes.by_hand.rewrite import ByHand
@@ -45,6 +45,8 @@ from fx_fuser.report.traffic import Saved
 
 log = logging.getLogger("fx_fuser.report.report")
 
+# Not a site: passes over Inductor's graphs replace it.
+_LATER = "on a GPU a later pass may replace it (docs/attention.md)"
 _PARTS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "glu", "unbind"})
 
 
@@ -104,7 +106,9 @@ class Report(Contents):
         self._add_left(kind, site.node, view, reason)
 
     def add_product(self, node: Node, view: View) -> None:
-        self._add_left(called_name(node), node, view, "fx_fuser has no kernel for it")
+        name = called_name(node)
+        reason = _LATER if name in ATTENTION_NAMES else "fx_fuser has no kernel for it"
+        self._add_left(name, node, view, reason)
 
     def _add_left(self, kind: str, node: Node, view: View, reason: str) -> None:
         readers = view.readers[node]

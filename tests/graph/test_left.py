@@ -94,7 +94,7 @@ LEFT: dict[str, tuple[Body, str, str]] = {
     "attention": (
         lambda m, x: F.scaled_dot_product_attention(x, x, x) * 2,
         "scaled_dot_product_attention, then mul",
-        NO_KERNEL,
+        "on a GPU a later pass may replace it (docs/attention.md)",
     ),
     "a vector": (
         lambda m, x: x @ m.lin.weight[0],
