@@ -41,6 +41,11 @@ BANNED = {
     r"followed by nothing": "not fused, and why",
     r"many an? \w+ casts|for that does not": "many …, because",
     r"backward is the library's": "the library computes backward",
+    r"by no branch": "without a branch",
+    r"none the worse": "unharmed",
+    r"by habit": "by default",
+    r"compiles? as meant": "compiles without spills",
+    r"that is none\b|is no(ne)? at all": "that does not, that is not a",
     r"for each sizes\b": "for each combination of sizes and strides",
     r"is to be this one of": "index of a result → the node that is to replace it",
 }
