@@ -322,9 +322,9 @@ def test_without_a_compiler_the_model_runs_and_says_what_to_install(
         value = _compile(model, strict=True)(x)
     assert torch.equal(value, model(x)) and sites() == {}
     assert len(set(messages)) == 1
-    assert "NVRTC of CUDA 13, for which this torch was built, was found neither" in messages[0]
+    assert "NVRTC of CUDA 13, for which this torch was built, was not found" in messages[0]
     assert "pip install 'nvidia-cuda-nvrtc==13.*'" in messages[0]
-    assert "or nvcc: nvcc was found neither on PATH" in messages[0]
+    assert "or nvcc: nvcc was not found on PATH" in messages[0]
     assert ("libnvrtc.so.12" in messages[0]) == (other is not None)
 
 
