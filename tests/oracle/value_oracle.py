@@ -105,13 +105,15 @@ def _exact_faults(
 ) -> Found:  # fmt: skip
     mode = functools.partial(Wide, acc, apart=p.auto, part=p.part)
     ran = evaluated(space["tail"], z.value, operands, dy, mode())
-    others = in_other_layouts(space["tail"], z.value, operands, dy, eager.y, mode)
+    others = [*in_other_layouts(space["tail"], z.value, operands, dy, eager.y, mode)]
+    if z.turned is not None:
+        others.append(evaluated(space["tail"], z.turned, operands, dy, mode()))
     results = [each.y.to(eager.y.dtype).expand(eager.y.shape) for each in (ran, *others)]
     shares.add(p, "y", eager.y.numel())
     bad = _unlike_all(fused.y, results, eager.y)
     if bad.any():
         return told("the result", bad, fused.y, results[0], eager.y), None, None
-    varied = {"y"} if _differ(results) else set()
+    varied = {"y"} if _differ(results) or z.turned is not None else set()
     for name in ran.grads:
         if name not in fused.grads:
             continue

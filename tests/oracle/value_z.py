@@ -23,12 +23,14 @@ EPS = 1e-5  # of every BatchNorm here
 @dataclass
 class Z:
     """others: pairs of what else z may be. first: the dtype to which the tail's first result may be
-    rounded. fault: torch's own is not this. room: what z may be off by, where it is a number."""
+    rounded. fault: torch's own is not this. turned: z with the other sign at zeros whose sign the
+    order of a sum decides."""
 
     value: Tensor
     others: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     first: torch.dtype | None = None
     fault: str = ""
+    turned: Tensor | None = None
 
     def may_be(self, room: Tensor, instead: tuple[Tensor, Tensor]) -> None:
         """Off by room; where that or one of `instead` is no number, one of `instead`."""
@@ -47,6 +49,7 @@ def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torc
     if p.pattern.kind == "conv2d_batchnorm":
         return _folded(p, inputs, theirs) if p.folded else _norm(p, inputs, theirs, acc)
     z = Z(theirs.to(acc))
+    z.turned = _turned(p, inputs, z.value)
     if p.bias is not None:  # a term of the gemm's sum, in any order, which is rounded to z's dtype
         x, weight = (inputs[n].detach().double().abs() for n in ("x", "weight"))
         weight = weight.t() if p.pattern.kind == "linear" else weight
@@ -56,6 +59,24 @@ def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torc
         z.may_be((eps * size).to(acc), (theirs, theirs))
         z.first = theirs.dtype
     return z
+
+
+def _turned(p: Program, inputs: dict[str, Tensor], z: Tensor) -> Tensor | None:
+    """z where zeros that are sums of nothing but -0 have the other sign; None if there are none.
+
+    Such a sum is -0, but +0 if it begins with +0, as a gemm's accumulator may.
+    """
+    if p.pattern.kind not in ("linear", "matmul", "bmm"):
+        return None
+    x, weight = inputs["x"].detach(), inputs["weight"].detach()
+    weight = weight.mT if p.pattern.kind == "linear" else weight
+    pairs = [(x != 0, weight != 0), (x.signbit(), weight.signbit())]
+    pairs.append((~x.signbit(), ~weight.signbit()))
+    others = sum(a.double() @ b.double() for a, b in pairs)  # how many terms are not -0
+    mask = (z == 0) & (others == 0)
+    if (bias := inputs.get("bias")) is not None:
+        mask &= (bias == 0) & bias.signbit()
+    return torch.where(mask, -z, z) if mask.any() else None
 
 
 def _eager(
