@@ -266,14 +266,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "kernels/unaligned.py",
         "form_b & ALIGNED and is_third_aligned",
         "form_b & ALIGNED",
-        (f"{UNALIGNED}::test_gemms_by_combs",),
+        (f"{UNALIGNED}::test_gemms_by_combs[sizes5-forms5-None]",),
     ),
     (
         "combs: none where most of the tensor cores are idle",
         "kernels/unaligned.py",
         "_LEAST_SHARE * _RATE * multiprocessors",
         "0 * multiprocessors",
-        (f"{UNALIGNED}::test_gemms_by_combs",),
+        (f"{UNALIGNED}::test_gemms_by_combs[sizes11-forms11-None]",),
     ),
     (
         "combs: a bias is added to what they make",
