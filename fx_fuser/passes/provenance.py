@@ -44,7 +44,7 @@ from fx_fuser.passes import attention_split, planes, products
 from fx_fuser.passes.attention_split import biased
 from fx_fuser.passes.attention_split.biased import AttentionBias
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
-from fx_fuser.passes.graph_pass import call
+from fx_fuser.passes.graph_pass import ATEN_VIEWS, call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
 from fx_fuser.planning import bench_ops
 from fx_fuser.planning.bench_ops import TensorForm
@@ -67,23 +67,7 @@ _WITHOUT_GEMMS = VIEWS | ACTIVATIONS | set(_NAMES.split())
 _CASTS = {"float", "to", "_to_copy", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
-_ATEN_VIEWS = {
-    _aten.alias.default,
-    _aten.clone.default,
-    _aten.expand.default,
-    _aten.permute.default,
-    _aten.reshape.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.squeeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
-    _aten._unsafe_view.default,
-}
+_COPIES = ATEN_VIEWS | {_aten.clone.default}
 
 
 # ---- in Dynamo's graph -------------------------------------------------------------------------
@@ -298,7 +282,7 @@ class _Kept:
 
 def _drop(graph: Graph, node: Node) -> None:
     """Erase the node, the views above it and the cast, up to the first that something reads."""
-    while not node._erased and not node.users and node.target in (*_ATEN_VIEWS, _CAST):
+    while not node._erased and not node.users and node.target in (*_COPIES, _CAST):
         above = node.args[0]
         graph.erase_node(node)
         node = above  # type: ignore[assignment]
@@ -339,7 +323,7 @@ class _Source:
 
 def _source_of(node: Node, dtypes: Sequence[torch.dtype]) -> _Source | None:
     seen: list[Node] = []
-    while node.op == "call_function" and node.target in _ATEN_VIEWS:
+    while node.op == "call_function" and node.target in _COPIES:
         seen.append(node)
         node = node.args[0]  # type: ignore[assignment]
     if node.target != _CAST:

@@ -126,7 +126,7 @@ struct AttentionWindowCall {
 };
 
 // out = softmax(scale · q kᵀ + bias of the batch modulo the period) v.
-// False, and nothing is launched, where the kernel does not take these tensors.
+// Returns false, and launches nothing, if the kernel does not take these tensors.
 bool run_attention_window(const AttentionWindowKernels& kernels, const AttentionWindowCall& call,
                           const Tensor& out) {
   call.check(kernels.type);

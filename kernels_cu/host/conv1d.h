@@ -228,8 +228,8 @@ bool run_conv1d(const Conv1dKernels& kernels, const Tensor& x, const Tensor& wei
 
 // ---- the weight's gradient ----------------------------------------------------------------------
 
-// dw [group, tap, out channel, in channel], dense, of x and dz as x and z above. False, and nothing
-// is launched, where the kernel does not take these tensors.
+// dw [group, tap, out channel, in channel], dense, of x and dz as x and z above. Returns false,
+// and launches nothing, if the kernel does not take these tensors.
 bool run_conv1d_weight(const Conv1dWeightKernels& kernels, const Tensor& x, const Tensor& dz,
                        const Tensor& dw, int64_t padding) {
   check_frames(x, "x", kernels.type);

@@ -16,12 +16,14 @@ from helpers import Program
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
+from fx_fuser import versions
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.ops import folded, run
 from fx_fuser.passes import folding
 
 FORCED = {**folded_nets.FORCED, "auto": True, "inner": "aot_eager"}
 HALF = 0.5
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @pytest.fixture
@@ -210,4 +212,5 @@ def test_options(options: dict[str, Any], traced: dict[str, float]) -> None:
         torch.testing.assert_close(y, z)
         torch.testing.assert_close(ours, eager)
     # With dynamic sizes torch 2.11 does not know that x is in channels_last.
-    assert traced["sites"] >= 1 or dynamic
+    is_unknown = dynamic and TORCH < versions.NEWEST_TESTED_TORCH
+    assert traced["sites"] >= 1 or is_unknown

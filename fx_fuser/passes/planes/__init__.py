@@ -37,7 +37,7 @@ from fx_fuser.kernels.planes import PLANES, is_asked, order_of
 from fx_fuser.kernels.precision import matmul_tf32_requested
 from fx_fuser.native import limits, load
 from fx_fuser.options import LAST_PASS, Options
-from fx_fuser.passes.graph_pass import GEMMS, GraphPass, call, leave
+from fx_fuser.passes.graph_pass import ATEN_VIEWS, GEMMS, GraphPass, call, leave
 from fx_fuser.passes.planes.choice import Offer, chosen
 from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
@@ -52,23 +52,6 @@ _PRODUCT = torch.ops.fx_fuser.planes_product.default
 _LEAST = 2**28  # multiply-adds: with fewer the library is done when planes are made
 # A plane for times: what the data of a run have shown it, that of timing does not know.
 _TIMED = dataclasses.replace(PLANES, use="timing")
-# Operations that return their operand's memory; the last two where its strides allow it.
-_VIEWS = {
-    _aten.alias.default,
-    _aten.expand.default,
-    _aten.permute.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.squeeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
-    _aten.reshape.default,  # what Inductor makes of a view
-    _aten._unsafe_view.default,
-}
 
 
 class Use(NamedTuple):
@@ -121,7 +104,7 @@ def turned(form: TensorForm) -> TensorForm:
 
 
 def _is_view(node: Node) -> bool:
-    if node.op != "call_function" or node.target not in _VIEWS:
+    if node.op != "call_function" or node.target not in ATEN_VIEWS:
         return False
     storage = get_node_storage(node)
     return storage is not None and storage == get_node_storage(node.args[0])  # type: ignore[arg-type]
