@@ -67,8 +67,9 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   const DepthwiseArgs& args;
   Item item;
   int channel;
-  int columns;      // of the strip that exist
-  int64_t element;  // the first of the row that is stored next
+  int columns;  // of the strip that exist
+  Out* out;     // where the next row begins
+  X* c;         // likewise, or null
   float value[kSlots][G::kChannels];
 
   __device__ __forceinline__ Store(const DepthwiseArgs& of, const Item& at, int first)
@@ -76,8 +77,11 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
     const int64_t plane = static_cast<int64_t>(args.out_h) * args.out_w;
     const int64_t pixel = static_cast<int64_t>(item.y) * args.out_w + item.x;
     columns = min(G::kColumns, args.out_w - item.x);
-    element = item.sample * plane * args.channels +
-              (G::kPlanes ? channel * plane + pixel : pixel * args.channels + channel);
+    const int64_t element =
+        item.sample * plane * args.channels +
+        (G::kPlanes ? channel * plane + pixel : pixel * args.channels + channel);
+    out = static_cast<Out*>(args.out) + element;
+    c = args.c == nullptr ? nullptr : static_cast<X*>(args.c) + element;
     if constexpr (!kPixels) load_operands(0, 0);
   }
 
@@ -94,7 +98,7 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
     (load_operand<In>(args.operand[kOperand], y, x, value[kOperand]), ...);
   }
 
-  __device__ __forceinline__ void store_pixel(const float (&sum)[G::kChannels], int64_t at,
+  __device__ __forceinline__ void store_pixel(const float (&sum)[G::kChannels], Out* to,
                                               bool exists) const {
     float scalar[kScalarSlots];
 #pragma unroll
@@ -105,7 +109,7 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
       const float in[1 + kOperands] = {sum[v], value[kOperand][v]...};
       y[v] = Epilogue{}(in, scalar);
     }
-    if (exists) store(static_cast<Out*>(args.out) + at, y);
+    if (exists) store(to, y);
   }
 
   template <class T>
@@ -121,19 +125,21 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   __device__ __forceinline__ void store_row(int nth,
                                             const float (&sum)[G::kColumns][G::kChannels]) {
     const int64_t step = G::kPlanes ? 1 : ptx::opaque(args.channels);
-    if (args.c != nullptr) {
+    const int64_t row = args.out_w * (G::kPlanes ? 1 : static_cast<int64_t>(args.channels));
+    if (c != nullptr) {
 #pragma unroll
       for (int o = 0; o < G::kColumns; ++o) {
-        if (o < columns) store(static_cast<X*>(args.c) + element + o * step, sum[o]);
+        if (o < columns) store(c + o * step, sum[o]);
       }
+      c += row;
     }
 #pragma unroll
     for (int o = 0; o < G::kColumns; ++o) {
       // Unconditional, so that the loads of several columns overlap.
       if constexpr (kPixels) load_operands(item.y + nth, item.x + min(o, columns - 1));
-      store_pixel(sum[o], element + o * step, o < columns);
+      store_pixel(sum[o], out + o * step, o < columns);
     }
-    element += args.out_w * (G::kPlanes ? 1 : static_cast<int64_t>(args.channels));
+    out += row;
   }
 };
 
@@ -191,14 +197,14 @@ __device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kCha
 
 template <class G, class StoreOf, class WeightsOf>
 __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typename G::Shared& shared,
-                                              const Item& item, int channel,
+                                              const Item& item, const typename G::RowsOf::At& at,
                                               const WeightsOf& weights) {
-  typename G::RowsOf rows(
-      {args.x, args.channels, args.h, args.w, item.sample, channel, item.y * G::kStride - args.top,
-       item.x * G::kStride - args.left, (item.rows - 1) * G::kStride + G::kH},
-      shared.rows);
+  typename G::RowsOf rows(args,
+                          {args.x, args.h, args.w, item.sample, item.y * G::kStride - args.top,
+                           item.x * G::kStride - args.left, (item.rows - 1) * G::kStride + G::kH},
+                          at, shared.rows);
   begin(rows);
-  StoreOf store(args, item, channel);
+  StoreOf store(args, item, at.channel);
   // sum[i] is output row `step - i`.
   float sum[G::kRing][G::kColumns][G::kChannels] = {};
   const int steps = item.rows + G::kRing - 1;
@@ -231,12 +237,10 @@ __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typenam
 template <class G, class StoreOf, bool kKept>
 __device__ __forceinline__ void convolve(const DepthwiseArgs& args) {
   __shared__ typename G::Shared shared;
-  constexpr bool kTogether = G::RowsOf::kSharesWords;
-  const Place<kDepthwiseThreads> at(args, G::kChannels, kTogether);
+  const typename G::RowsOf::At at(args);
   const Weights<G, kKept> weights(args, shared, at.first, at.channel);
-  if (!kTogether && at.channel >= args.channels) return;
   for (uint32_t i = at.item; i < args.items; i += at.stride) {
-    convolve_item<G, StoreOf>(args, shared, Item::at(args, i, G::kColumns), at.channel, weights);
+    convolve_item<G, StoreOf>(args, shared, Item::at(args, i, G::kColumns), at, weights);
   }
 }
 

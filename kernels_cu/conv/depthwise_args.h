@@ -72,6 +72,7 @@ struct DepthwiseGrid {
   uint32_t items;            // of all images
   int32_t lanes_log2;        // threads along the channels
   int32_t groups;            // of channels
+  int32_t wide;              // are the images' pixels multiples of 16 bytes in channels_last?
 };
 
 struct DepthwiseArgs : DepthwiseGrid {
@@ -130,7 +131,7 @@ constexpr int depthwise_weight_resident(int kernel_h, int kernel_w, int stride) 
   const int registers = depthwise_registers(
       kernel_h, kernel_w, stride, depthwise_columns(kernel_h, kernel_w, stride, 2, false),
       depthwise_channels(kernel_h, kernel_w, stride, 2, false));
-  return registers <= 80 ? 4 : registers <= 125 ? 3 : 2;
+  return registers <= 60 ? 4 : registers <= 125 ? 3 : 2;
 }
 
 struct DepthwiseWeightArgs : DepthwiseGrid {

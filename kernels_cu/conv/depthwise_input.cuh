@@ -21,7 +21,6 @@
 namespace fx_fuser::depthwise_input {
 
 using depthwise::Item;
-using depthwise::Place;
 using depthwise::Rows;
 
 template <int kHeight, int kWidth, class XOf>
@@ -86,7 +85,7 @@ struct Store {
   }
 };
 
-// sum += a row of dz times the weights.
+// sum += a row of dz times a row of the weights.
 template <class G>
 __device__ __forceinline__ void add_row(const float (&dz)[G::kWindow][G::kChannels],
                                         const float (&weight)[G::kTaps][G::kChannels], int row,
@@ -106,16 +105,18 @@ __device__ __forceinline__ void add_row(const float (&dz)[G::kWindow][G::kChanne
 
 template <class G>
 __device__ __forceinline__ void make_item(const DepthwiseInputArgs& args,
-                                          typename G::Shared& shared, const Item& item, int channel,
+                                          typename G::Shared& shared, const Item& item,
+                                          const typename G::RowsOf::At& at,
                                           const float (&weight)[G::kTaps][G::kChannels]) {
   // Of dz, beside which dx's rows and columns 2 y - top and 2 x - left are.
   const int y = item.y + args.top / 2;
   const int x = item.x + args.left / 2;
-  typename G::RowsOf rows({args.dz, args.channels, args.out_h, args.out_w, item.sample, channel,
-                           y - G::kHaloH, x - G::kHaloW, item.rows + G::kHaloH},
-                          shared.rows);
+  typename G::RowsOf rows(args,
+                          {args.dz, args.out_h, args.out_w, item.sample, y - G::kHaloH,
+                           x - G::kHaloW, item.rows + G::kHaloH},
+                          at, shared.rows);
   depthwise::begin(rows);
-  Store<G> store(args, item.sample, 2 * y - args.top, 2 * x - args.left, channel);
+  Store<G> store(args, item.sample, 2 * y - args.top, 2 * x - args.left, at.channel);
   // sum[i] is the row of dx beside which row i of the window is.
   typename G::Sums sum = {};
   const int steps = item.rows + G::kHaloH;
@@ -136,9 +137,8 @@ __device__ __forceinline__ void make_item(const DepthwiseInputArgs& args,
 #pragma unroll
       for (int i = 0; i < G::kH; ++i) {
         const int pair = step - G::kHaloH + i / 2;
-        if (static_cast<uint32_t>(pair) < static_cast<uint32_t>(item.rows)) {
-          add_row<G>(dz, weight, i, sum[i]);
-        }
+        const bool is_stored = static_cast<uint32_t>(pair) < static_cast<uint32_t>(item.rows);
+        if (is_stored) add_row<G>(dz, weight, i, sum[i]);
       }
     }
     if (step >= G::kHaloH) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void make_item(const DepthwiseInputArgs& args,
 template <class G>
 __device__ __forceinline__ void run(const DepthwiseInputArgs& args) {
   __shared__ typename G::Shared shared;
-  const Place<G::kThreads> at(args, G::kChannels, G::RowsOf::kSharesWords);
+  const typename G::RowsOf::At at(args);
   depthwise::copy_weights<G::kTaps, G::kThreads>(shared.weight, args.weight, args, at.first,
                                                  G::kChannels, false);
   float weight[G::kTaps][G::kChannels];
@@ -163,9 +163,8 @@ __device__ __forceinline__ void run(const DepthwiseInputArgs& args) {
       weight[tap][v] = convert<float>(shared.weight[(at.channel - at.first + v) * G::kTaps + tap]);
     }
   }
-  if (at.channel >= args.channels) return;  // no other waits for it
   for (uint32_t i = at.item; i < args.items; i += at.stride) {
-    make_item<G>(args, shared, Item::at(args, i, G::kColumns), at.channel, weight);
+    make_item<G>(args, shared, Item::at(args, i, G::kColumns), at, weight);
   }
 }
 

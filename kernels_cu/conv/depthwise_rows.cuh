@@ -3,9 +3,10 @@
 //
 // A thread has one or two channels and a strip of columns, and walks down the image. In
 // channels_last rows are prefetched to shared memory, kDepth - 1 of them in flight (cp.async,
-// without barriers or registers). A thread of two 16-bit channels copies and reads its own part of
-// it. One 16-bit channel is less than cp.async copies: neighbouring lanes share words of their two
-// channels, of which each copies every other column. In contiguous images one row is in registers.
+// without barriers or registers). Neighbouring lanes have neighbouring channels of the same strip:
+// those whose channels are 16 bytes each copy every so many-th pixel for all of them. Where pixels
+// are not aligned, a thread copies its own channels, and where these are less than cp.async copies,
+// two lanes share. In contiguous images one row is in registers.
 #pragma once
 
 #include <cstdint>
@@ -37,39 +38,44 @@ struct Item {
   }
 };
 
-// A thread's place in its block, and the block's among those of all channels.
-template <int kThreads>
+// A thread's place in its block, and the block's among those of all channels. kWarp: all lanes have
+// channels of the same item.
+template <int kThreads, int kChannels, bool kPlanes, bool kWarp>
 struct Place {
+  int lanes_log2;
   int lane;         // of the channels
   int first;        // of the block's channels
-  int channel;      // of the thread's; as good as any where there are fewer
+  int channel;      // of the thread's. Where there are fewer, lanes do again what another does
   uint32_t item;    // the first of the thread's
   uint32_t stride;  // to its next
   uint32_t block;   // of those with the same channels
 
-  // together: lanes wait for each other, so none may leave.
-  __device__ __forceinline__ Place(const DepthwiseGrid& args, int channels, bool together)
-      : lane(static_cast<int>(threadIdx.x) & ((1 << args.lanes_log2) - 1)),
-        block(blockIdx.x / args.groups) {
+  __device__ __forceinline__ explicit Place(const DepthwiseGrid& args)
+      : lanes_log2(kWarp ? 5 : args.lanes_log2) {
     const uint32_t group = blockIdx.x % args.groups;
-    first = static_cast<int>(group * channels) << args.lanes_log2;
-    channel = first + lane * channels;
-    // Of an even number of channels: the same one of a pair.
-    if (together) channel = min(channel, args.channels - 2 + (lane & 1) * channels % 2);
-    const uint32_t side = kThreads >> args.lanes_log2;  // items of a block, side by side
-    item = block * side + (threadIdx.x >> args.lanes_log2);
+    block = blockIdx.x / args.groups;
+    lane = static_cast<int>(threadIdx.x) & ((1 << lanes_log2) - 1);
+    first = static_cast<int>(group * kChannels) << lanes_log2;
+    channel = first + lane * kChannels;
+    if (!kPlanes) channel = min(channel, args.channels - (kChannels == 2 || lane % 2 == 0 ? 2 : 1));
+    const uint32_t side = kThreads >> lanes_log2;  // items of a block, side by side
+    item = block * side + (threadIdx.x >> lanes_log2);
     stride = gridDim.x / args.groups * side;
+  }
+
+  // A bit per lane of the item.
+  __device__ __forceinline__ uint32_t lanes() const {
+    const uint32_t all = 0xFFFFFFFFU >> (32 - (1 << lanes_log2));
+    return all << (threadIdx.x % 32 & ~((1U << lanes_log2) - 1));
   }
 };
 
-// An image, of which a strip is read. first: its first row and column, which may be outside.
+// Of an image what a thread reads. row, column: the first, which may be outside.
 struct Strip {
   const void* image;
-  int32_t channels;
   int32_t h;
   int32_t w;
   uint32_t sample;
-  int32_t channel;
   int32_t row;
   int32_t column;
   int32_t count;  // of rows
@@ -77,53 +83,89 @@ struct Strip {
 
 // Reads a strip's rows of kWindow pixels, from the top. In channels_last the caller commits and
 // waits for the copies.
-template <class XOf, int kWindow, int kChannels, bool kPlanes, int kThreads>
+template <class XOf, int kWindow, int kChannelsOf, bool kPlanesOf, int kThreads>
 struct Rows {
   using X = XOf;
+  static constexpr int kChannels = kChannelsOf;
+  static constexpr bool kPlanes = kPlanesOf;
   using Raw = Packed<X, kChannels>;
-  static constexpr bool kIsPlanes = kPlanes;
-  static constexpr bool kSharesWords = !kPlanes && sizeof(Raw) < 4;
-  // Of which a thread copies every kStep-th.
-  static constexpr int kStep = kSharesWords ? 2 : 1;
-  using Copied = std::conditional_t<kSharesWords, Packed<X, 2>, Raw>;
+  using Wide = Packed<X, 16 / sizeof(X)>;
+  using Narrow = std::conditional_t<!kPlanes && sizeof(Raw) < 4, Packed<X, 2>, Raw>;
+  // Of so many pixels a thread copies one.
+  static constexpr int kWideStep = sizeof(Wide) / sizeof(Raw);
+  static constexpr int kWideLog2 = kWideStep == 8 ? 3 : kWideStep == 4 ? 2 : 1;
+  static constexpr int kNarrowStep = sizeof(Narrow) / sizeof(Raw);
+  static constexpr bool kWarp = kNarrowStep > 1;  // have all lanes of a warp the same item?
+  static constexpr int kCopied = (kWindow + kWideStep - 1) / kWideStep * kWideStep;
+  using At = Place<kThreads, kChannels, kPlanes, kWarp>;
 
   struct Shared {
-    alignas(16) Raw row[kPlanes ? 1 : kDepth][kPlanes ? 1 : kWindow][kThreads];
+    alignas(16) Raw row[kPlanes ? 1 : kDepth][kPlanes ? 1 : kCopied][kThreads];
   };
 
   Shared& shared;
-  const X* ahead;  // the next row to request
-  int64_t pitch;   // of a row
-  int32_t pixel;   // elements from one to the next
+  const X* ahead;    // the next row to request, at the first pixel that is copied
+  int64_t pitch;     // of a row
+  int32_t pixel;     // elements from one to the next
+  int32_t to;        // the first row in shared memory, likewise
+  uint32_t columns;  // a bit per column that exists, from there on
+  uint32_t lanes;    // a bit per lane of the item
+  bool is_wide;
   int32_t h;
-  uint32_t columns;  // a bit per column that exists, from the first that is copied
-  int32_t first;     // the first row's index in the image
+  int32_t first;  // the first row's index in the image
   int32_t count;
   Raw next[kPlanes ? kWindow : 1];
 
-  __device__ __forceinline__ Rows(const Strip& of, Shared& in)
+  __device__ __forceinline__ Rows(const DepthwiseGrid& args, const Strip& of, const At& at,
+                                  Shared& in)
       : shared(in),
-        pixel(kPlanes ? 1 : of.channels),
-        h(of.h),
+        pixel(kPlanes ? 1 : args.channels),
         columns(0),
+        lanes(at.lanes()),
+        is_wide(args.wide),
+        h(of.h),
         first(of.row),
         count(of.count) {
+    int channel = at.channel;
+    int place = static_cast<int>(threadIdx.x);
+    int begin = 0;  // the first of the pixels that it copies
+    if constexpr (!kPlanes) {
+      if (is_wide) {
+        const int chunks_log2 = at.lanes_log2 - kWideLog2;  // of a pixel
+        const int chunk = at.lane & ((1 << chunks_log2) - 1);
+        begin = at.lane >> chunks_log2;
+        channel = at.first + chunk * kWideStep * kChannels;
+        place += chunk * kWideStep - at.lane;
+      } else if (kNarrowStep > 1) {
+        begin = at.lane % 2;
+        channel -= begin;
+        place -= begin;
+      }
+    }
     const int64_t plane = static_cast<int64_t>(of.h) * of.w;
-    const int begin = kSharesWords ? static_cast<int>(threadIdx.x & 1) : 0;
     const int column = of.column + begin;
     pitch = static_cast<int64_t>(of.w) * pixel;
-    ahead = static_cast<const X*>(of.image) + of.sample * plane * of.channels +
-            (of.channel - begin) * (kPlanes ? plane : 1) + first * pitch +
-            static_cast<int64_t>(column) * pixel;
+    ahead = static_cast<const X*>(of.image) + of.sample * plane * args.channels +
+            channel * (kPlanes ? plane : 1) + first * pitch + static_cast<int64_t>(column) * pixel;
 #pragma unroll
-    for (int c = 0; c < kWindow; c += kStep) {
-      columns |= static_cast<uint32_t>(c + begin < kWindow && static_cast<uint32_t>(column + c) <
-                                                                  static_cast<uint32_t>(of.w))
-                 << c;
+    for (int c = 0; c < kWindow; ++c) {
+      const bool exists = static_cast<uint32_t>(column + c) < static_cast<uint32_t>(of.w);
+      columns |= static_cast<uint32_t>(exists && c + begin < kWindow) << c;
     }
-    columns = ptx::opaque(columns);
-    // Other lanes may still read what the last item has left.
-    if constexpr (kSharesWords) __syncwarp();
+    columns = ptx::opaque(channel < args.channels ? columns : 0);
+    if constexpr (!kPlanes) {
+      to = ptx::opaque(static_cast<int>(ptx::shared_address(&shared.row[0][begin][place])));
+      meet();  // others may still read what the last item has left
+    }
+  }
+
+  // The lanes of an item wait for each other.
+  __device__ __forceinline__ void meet() const {
+    if constexpr (kWarp) {
+      __syncwarp();
+    } else {
+      __syncwarp(lanes);
+    }
   }
 
   // Whether it is a row of the image. Rows above and below are zeros, which add nothing.
@@ -131,25 +173,31 @@ struct Rows {
     return row < count && static_cast<uint32_t>(first + row) < static_cast<uint32_t>(h);
   }
 
+  template <class Copied>
+  __device__ __forceinline__ void copy(int32_t row) const {
+    constexpr int kStep = sizeof(Copied) / sizeof(Raw);
+    const int64_t step = ptx::opaque(pixel);
+#pragma unroll
+    for (int c = 0; c < kWindow; c += kStep) {
+      ptx::copy_async(row + c * static_cast<int>(kThreads * sizeof(Raw)),
+                      reinterpret_cast<const Copied*>(ahead + c * step), columns >> c & 1);
+    }
+  }
+
   // Requests a row. All are requested in order.
   __device__ __forceinline__ void ask(int row) {
     if (has(row)) {
-      const int64_t step = kPlanes ? 1 : ptx::opaque(pixel);
+      if constexpr (kPlanes) {
 #pragma unroll
-      for (int c = 0; c < kWindow; c += kStep) {
-        const auto* from = reinterpret_cast<const Copied*>(ahead + c * step);
-        const bool reads = columns >> c & 1;
-        if constexpr (kPlanes) {
-          next[c] = reads ? *from : Raw{};
-        } else if constexpr (kSharesWords) {
-          const int lane = static_cast<int>(threadIdx.x & 1);
-          if (c + 1 < kWindow || lane == 0) {
-            const Raw* to = &shared.row[row % kDepth][c + lane][threadIdx.x - lane];
-            ptx::copy_async(ptx::shared_address(to), from, reads);
-          }
+        for (int c = 0; c < kWindow; ++c) {
+          next[c] = columns >> c & 1 ? reinterpret_cast<const Raw*>(ahead)[c] : Raw{};
+        }
+      } else {
+        const int32_t into = to + row % kDepth * static_cast<int>(sizeof(shared.row[0]));
+        if (is_wide) {
+          copy<Wide>(into);
         } else {
-          ptx::copy_async(ptx::shared_address(&shared.row[row % kDepth][c][threadIdx.x]), from,
-                          reads);
+          copy<Narrow>(into);
         }
       }
     }
@@ -177,11 +225,11 @@ __device__ __forceinline__ void copy_weights(X* to, const void* weight, const De
   __syncthreads();
 }
 
-// Waits for the oldest row in flight, which then all lanes that share it may read.
+// Waits for the oldest row in flight, which all lanes of the item then may read.
 template <class R>
-__device__ __forceinline__ void wait_for_row() {
+__device__ __forceinline__ void wait_for_row(const R& rows) {
   ptx::copy_async_wait_for_groups<kDepth - 2>();
-  if constexpr (R::kSharesWords) __syncwarp();
+  rows.meet();
 }
 
 template <class Raw, int kWindow, int kChannels>
@@ -194,10 +242,10 @@ __device__ __forceinline__ void widen(const Raw (&raw)[kWindow],
   }
 }
 
-// Requests the first rows of an image in channels_last, or the first row of planes.
+// Requests the first rows.
 template <class R>
 __device__ __forceinline__ void begin(R& rows) {
-  if constexpr (R::kIsPlanes) {
+  if constexpr (R::kPlanes) {
     rows.ask(0);
   } else {
 #pragma unroll
@@ -213,11 +261,11 @@ template <class R, int kWindow, int kChannels>
 __device__ __forceinline__ bool take(R& rows, int row, float (&pixel)[kWindow][kChannels]) {
   typename R::Raw raw[kWindow];
   const bool found = rows.has(row);
-  if constexpr (R::kIsPlanes) {
+  if constexpr (R::kPlanes) {
     rows.read(row, raw);
     rows.ask(row + 1);
   } else {
-    wait_for_row<R>();
+    wait_for_row(rows);
     if (found) rows.read(row, raw);
     rows.ask(row + kDepth - 1);
     ptx::copy_async_commit();

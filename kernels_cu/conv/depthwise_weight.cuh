@@ -22,8 +22,9 @@ namespace fx_fuser::depthwise_weight {
 
 using depthwise::Item;
 using depthwise::kDepth;
-using depthwise::Place;
 using depthwise::Rows;
+
+constexpr int kRound = 2;  // rows of dz after which they move on in registers
 
 template <int kHeight, int kWidth, int kStrideOf, class XOf>
 struct Geometry {
@@ -41,6 +42,7 @@ struct Geometry {
 
   using OfX = Rows<X, kWindow, kChannels, false, kThreads>;
   using OfZ = Rows<X, kColumns, kChannels, false, kThreads>;
+  using At = typename OfX::At;
 
   struct Shared {
     typename OfX::Shared x;
@@ -77,41 +79,45 @@ __device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kCha
 // sum += an item's.
 template <class G>
 __device__ __forceinline__ void add_item(const DepthwiseWeightArgs& args,
-                                         typename G::Shared& shared, const Item& item, int channel,
+                                         typename G::Shared& shared, const Item& item,
+                                         const typename G::At& at,
                                          float (&sum)[G::kTaps][G::kChannels]) {
-  typename G::OfX x(
-      {args.x, args.channels, args.h, args.w, item.sample, channel, item.y * G::kStride - args.top,
-       item.x * G::kStride - args.left, (item.rows - 1) * G::kStride + G::kH},
-      shared.x);
-  typename G::OfZ dz({args.dz, args.channels, args.out_h, args.out_w, item.sample, channel, item.y,
-                      item.x, item.rows},
+  typename G::OfX x(args,
+                    {args.x, args.h, args.w, item.sample, item.y * G::kStride - args.top,
+                     item.x * G::kStride - args.left, (item.rows - 1) * G::kStride + G::kH},
+                    at, shared.x);
+  typename G::OfZ dz(args,
+                     {args.dz, args.out_h, args.out_w, item.sample, item.y, item.x, item.rows}, at,
                      shared.dz);
 #pragma unroll
   for (int row = 0; row < kDepth - 1; ++row) ask<G>(x, dz, row);
-  // ring[i] is row `step - i` of dz.
-  float ring[G::kRing][G::kColumns][G::kChannels] = {};
+  // At the end of a round ring[i] is row `step - i` of dz.
+  float ring[G::kRing + kRound - 1][G::kColumns][G::kChannels] = {};
   const int steps = item.rows + G::kRing - 1;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int first = 0; first < steps; first += kRound) {
 #pragma unroll
-    for (int i = G::kRing - 1; i > 0; --i) {
+    for (int i = G::kRing + kRound - 2; i >= kRound; --i) {
 #pragma unroll
       for (int o = 0; o < G::kColumns; ++o) {
 #pragma unroll
-        for (int v = 0; v < G::kChannels; ++v) ring[i][o][v] = ring[i - 1][o][v];
+        for (int v = 0; v < G::kChannels; ++v) ring[i][o][v] = ring[i - kRound][o][v];
       }
     }
 #pragma unroll
-    for (int d = 0; d < G::kStride; ++d) {
+    for (int t = 0; t < kRound * G::kStride; ++t) {
+      const int d = t % G::kStride;
+      const int step = first + t / G::kStride;
+      const int newest = kRound - 1 - t / G::kStride;  // of ring
       const int row = step * G::kStride + d;
       typename G::OfX::Raw raw[G::kWindow];
       typename G::OfZ::Raw raw_dz[G::kColumns] = {};
       const bool found = x.has(row);
-      depthwise::wait_for_row<typename G::OfX>();
+      depthwise::wait_for_row(x);
       if (found) x.read(row, raw);
       if (d == 0 && dz.has(step)) dz.read(step, raw_dz);
       ask<G>(x, dz, row + kDepth - 1);
-      if (d == 0) depthwise::widen(raw_dz, ring[0]);
+      if (d == 0) depthwise::widen(raw_dz, ring[newest]);
       if (!found) continue;
       float pixel[G::kWindow][G::kChannels];
       depthwise::widen(raw, pixel);
@@ -119,7 +125,7 @@ __device__ __forceinline__ void add_item(const DepthwiseWeightArgs& args,
       for (int i = 0; i < G::kRing; ++i) {
         const bool is_there = static_cast<uint32_t>(step - i) < static_cast<uint32_t>(item.rows);
         if (i * G::kStride + d < G::kH && is_there) {
-          add_row<G>(pixel, ring[i], sum, i * G::kStride + d);
+          add_row<G>(pixel, ring[newest + i], sum, i * G::kStride + d);
         }
       }
     }
@@ -130,7 +136,7 @@ __device__ __forceinline__ void add_item(const DepthwiseWeightArgs& args,
 // Adds up the block's threads of the same channels, and stores the sums.
 template <class G>
 __device__ __forceinline__ void store(const DepthwiseWeightArgs& args, typename G::Shared& shared,
-                                      const Place<G::kThreads>& at,
+                                      const typename G::At& at,
                                       const float (&sum)[G::kTaps][G::kChannels]) {
   const int channels = G::kChannels << args.lanes_log2;
   const auto thread = static_cast<int>(threadIdx.x);
@@ -163,10 +169,11 @@ __device__ __forceinline__ void store(const DepthwiseWeightArgs& args, typename 
 template <class G>
 __device__ __forceinline__ void run(const DepthwiseWeightArgs& args) {
   __shared__ typename G::Shared shared;
-  const Place<G::kThreads> at(args, G::kChannels, true);
+  typename G::At at(args);
+  if (G::OfX::kWarp) at.item = ptx::uniform(at.item);  // so are all conditions
   float sum[G::kTaps][G::kChannels] = {};
   for (uint32_t i = at.item; i < args.items; i += at.stride) {
-    add_item<G>(args, shared, Item::at(args, i, G::kColumns), at.channel, sum);
+    add_item<G>(args, shared, Item::at(args, i, G::kColumns), at, sum);
   }
   store<G>(args, shared, at, sum);
 }

@@ -207,9 +207,14 @@ std::vector<int64_t> depthwise_cut(const std::vector<int64_t>& sizes, int64_t st
           cut->groups,  cut->blocks};
 }
 
-// All but all_rows.
+// All but all_rows. read: the images, in one layout.
 void set_depthwise_grid(DepthwiseGrid& grid, const ConvShape& shape, const DepthwiseOut& out,
-                        const DepthwiseCut& cut) {
+                        const DepthwiseCut& cut, const std::vector<Tensor>& read) {
+  const bool is_wide = std::all_of(read.begin(), read.end(), [](const Tensor& image) {
+    const auto address = reinterpret_cast<uintptr_t>(image.data_ptr());
+    return address % 16 == 0 && image.size(1) * image.element_size() % 16 == 0;
+  });
+  grid.wide = is_wide ? 1 : 0;
   grid.channels = static_cast<int32_t>(shape.channels);
   grid.h = static_cast<int32_t>(shape.h);
   grid.w = static_cast<int32_t>(shape.w);
@@ -279,7 +284,7 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   check_result(out, "out", kernels.out, size, x, weight);
   if (c) check_result(*c, "c", kernels.x, size, x, weight);
 
-  set_depthwise_grid(args, shape, *out_size, *cut);
+  set_depthwise_grid(args, shape, *out_size, *cut, {x});
   args.all_rows = args.out_h;
   args.x = x.data_ptr();
   args.weight = weight.data_ptr();

@@ -134,7 +134,7 @@ bool run_depthwise_input(const DepthwiseInputKernels& kernels, const Tensor& dz,
   const auto cut = depthwise_divided(work);
   if (!cut) return false;
   DepthwiseInputArgs args{};
-  set_depthwise_grid(args, shape, call.out, *cut);
+  set_depthwise_grid(args, shape, call.out, *cut, {dz});
   args.all_rows = static_cast<int32_t>(work.h);
   args.dz = dz.data_ptr();
   args.weight = weight.data_ptr();
@@ -180,7 +180,7 @@ bool run_depthwise_weight(const DepthwiseWeightKernels& kernels, const Tensor& x
   const int64_t blocks = cut->blocks / cut->groups;
   const Tensor partial = new_dense(x, {blocks, taps, shape.channels}, ScalarType::Float);
   DepthwiseWeightArgs args{};
-  set_depthwise_grid(args, shape, call.out, *cut);
+  set_depthwise_grid(args, shape, call.out, *cut, {x, dz});
   args.all_rows = args.out_h;
   args.x = x.data_ptr();
   args.dz = dz.data_ptr();
