@@ -24,12 +24,14 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import depthwise_kernels, measure, results
+from benchmarks import measure, results
 from benchmarks.depthwise_kernels import convolution, gradients
 from benchmarks.run import commit_here
 from benchmarks.sm90 import CUDA, relative
 from fx_fuser.kernels.depthwise import training
 from fx_fuser.native import load
+from fx_fuser.ops import run
+from fx_fuser.ops.depthwise import FORWARD, OF_INPUT, OF_WEIGHT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = "forward", "dx", "dw"
@@ -99,7 +101,6 @@ class Call:
         self.weight = (torch.randn(layer.channels, 1, *window, device=CUDA) / layer.window).to(
             dtype
         )
-        self.z, self.dx, self.dw = map(torch.empty_like, (self.dz, self.x, self.weight))
         given = window, layer.stride, dtype
         self.specs = [
             training.spec_of(*given),
@@ -107,15 +108,22 @@ class Call:
             training.weight_spec_of(*given),
         ]
 
-    def steps(self) -> dict[str, Callable[[], bool]]:
-        forward, by_x, by_weight = self.specs
-        x, dz, weight, padding = self.x, self.dz, self.weight, self.padding
+    def steps(self) -> dict[str, Callable[[], Tensor]]:
+        """As graphs call them."""
+        forward, by_x, by_weight = (spec.name for spec in self.specs)
+        x, dz, weight, padding, stride = self.x, self.dz, self.weight, self.padding, self.stride
+        window = [*weight.shape[2:]]
+        turned = [k - 1 - p for k, p in zip(window, padding)]
+        of_x = (FORWARD, (dz, weight, by_x, turned, 1, True))
+        if stride > 1:
+            of_x = (OF_INPUT, (dz, weight, by_x, padding, [*x.shape[2:]]))
+        calls = {
+            "forward": (FORWARD, (x, weight, forward, padding, stride, False)),
+            "dx": of_x,
+            "dw": (OF_WEIGHT, (x, dz, by_weight, padding, window, stride)),
+        }
         return {
-            "forward": lambda: depthwise_kernels.forward(forward, x, weight, padding, self.z),
-            "dx": lambda: depthwise_kernels.by_input(
-                by_x, dz, weight, padding, self.stride, self.dx
-            ),
-            "dw": lambda: depthwise_kernels.by_weight(by_weight, x, dz, padding, self.dw),
+            name: functools.partial(run.ONE, *run.arguments(*call)) for name, call in calls.items()
         }
 
     def library(self) -> dict[str, Callable[[], object]]:
@@ -130,10 +138,6 @@ class Call:
     def errors(self) -> dict[str, tuple[float, float]]:
         """Ours, the library's."""
         self.x, self.dz = self.x[:FEW], self.dz[:FEW]
-        self.z, self.dx = torch.empty_like(self.dz), torch.empty_like(self.x)
-        for to in (self.z, self.dx, self.dw):
-            to.fill_(torch.nan)
-        assert all(step() for step in self.steps().values())
         numbers = self.padding, self.stride
 
         def by_torch(x: Tensor, dz: Tensor, weight: Tensor) -> list[Tensor]:
@@ -142,7 +146,7 @@ class Call:
 
         given = self.x, self.dz, self.weight
         exact, usual = by_torch(*(t.double() for t in given)), by_torch(*given)
-        ours = self.z, self.dx, self.dw
+        ours = [step() for step in self.steps().values()]
         found = [
             tuple(relative(t, wanted) for t in pair) for *pair, wanted in zip(ours, usual, exact)
         ]
@@ -151,7 +155,6 @@ class Call:
 
 def timed(layer: Layer, dtype: torch.dtype, rep: int) -> list[dict[str, Any]]:
     call = Call(layer, dtype)
-    assert all(step() for step in call.steps().values())
     columns: dict[str, Any] = {"ours": call.steps(), "library": call.library()}
     timers = {
         (column, one): functools.partial(measure.median_ms, step, [], CUDA, 1, rep)
@@ -169,6 +172,10 @@ def timed(layer: Layer, dtype: torch.dtype, rep: int) -> list[dict[str, Any]]:
         }
         for one in PASSES
     ]  # fmt: skip
+
+
+def _refused(*given: object) -> list[Tensor]:
+    raise RuntimeError(f"no kernel takes {given}")
 
 
 def sums(rows: list[dict[str, Any]]) -> list[list[object]]:
@@ -199,6 +206,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.manual_seed(0)
     dtype = DTYPES[options.dtype]
+    for function in (FORWARD, OF_INPUT, OF_WEIGHT):
+        run.define(function, _refused, _refused)
     chosen = [layer for layer in LAYERS if options.only in layer.net]
     kinds = {((layer.window, layer.window), layer.stride, dtype) for layer in chosen}
     functions = training.spec_of, training.input_spec_of, training.weight_spec_of
