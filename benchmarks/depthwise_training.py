@@ -6,7 +6,7 @@ beside the library's:
 GPU time in us, medians, by turns, with the L2 cache cleared before each call, on random images in
 channels_last: forward, and the gradients by x (dx) and by the weight (dw). `floor`: the larger of
 the bytes at 3.0 TB/s and the products at 60 TFLOP/s. Errors are relative to float64, of eight
-samples. `python -m pytest -m gpu tests/kernels/test_depthwise_gradients.py` checks the kernels.
+samples; the table has ours over the library's. `python -m pytest -m gpu tests/kernels/test_depthwise_gradients.py` checks the kernels.
 """
 
 from __future__ import annotations
@@ -212,14 +212,15 @@ def main() -> int:
     kinds = {((layer.window, layer.window), layer.stride, dtype) for layer in chosen}
     functions = training.spec_of, training.input_spec_of, training.weight_spec_of
     load.prepare([*dict.fromkeys(f(*kind) for kind in kinds for f in functions)], CUDA)
-    rows = [row for layer in chosen for row in timed(layer, dtype, options.rep)]
-    shown = [
-        [first["net"][:9], first["layer"], f"{first['floor']:.1f}",
-         *(f"{row['ours']:.1f} / {row['library']:.1f}" for row in three),
-         " ".join(f"{a / max(b, 1e-9):.2f}" for a, b in (row["errors"] for row in three))]
-        for first, three in ((rows[i], rows[i : i + 3]) for i in range(0, len(rows), 3))
-    ]  # fmt: skip
-    print(tabulate(shown, ["", "", "floor", *(f"{p}: ours / library" for p in PASSES), "errors"]))
+    print(f"{'layer':30}{'floor':>8}" + "".join(f"{p + ': ours, library':>24}" for p in PASSES))
+    rows = []
+    for layer in chosen:
+        three = timed(layer, dtype, options.rep)
+        times = "".join(f"{row['ours']:14.1f}{row['library']:10.1f}" for row in three)
+        errors = " ".join(f"{a / max(b, 1e-9):.2f}" for a, b in (row["errors"] for row in three))
+        name = f"{layer.net[:10]} {three[0]['layer']}"
+        print(f"{name:30}{layer.floor:8.1f}{times}   errors {errors}", flush=True)
+        rows += three
     print(tabulate(sums(rows), ["", "", "floor", "ours", "library", "best", "/ floor", ""]))
     wrong = [r for r in rows if not r["errors"][0] <= max(1.5 * r["errors"][1], 1e-6)]
     for row in wrong:
