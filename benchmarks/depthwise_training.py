@@ -6,7 +6,8 @@ beside the library's:
 GPU time in us, medians, by turns, with the L2 cache cleared before each call, on random images in
 channels_last: forward, and the gradients by x (dx) and by the weight (dw). `floor`: the larger of
 the bytes at 3.0 TB/s and the products at 60 TFLOP/s. Errors are relative to float64, of eight
-samples; the table has ours over the library's. `python -m pytest -m gpu tests/kernels/test_depthwise_gradients.py` checks the kernels.
+samples; the table has ours over the library's.
+`python -m pytest -m gpu tests/kernels/test_depthwise_gradients.py` checks the kernels.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ LAST = torch.channels_last
 # the other. One product that is missing is more.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SUMS = 2.0**-16
-SQUARES = [(n, n) for n in training.SIDES]
 
 
 class Sizes(NamedTuple):
@@ -143,7 +142,7 @@ def sweep(
     cases: int,
     seed: int,
     side: int = 60,
-    windows: list[tuple[int, int]] = SQUARES,
+    windows: list[tuple[int, int]] = training.WINDOWS,
 ) -> None:
     """Random sizes and dtypes. side: the most of an image's."""
     choose = random.Random(seed)

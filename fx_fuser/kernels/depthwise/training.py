@@ -18,7 +18,7 @@ from fx_fuser.kernels.depthwise import depthwise
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 DTYPES = torch.bfloat16, torch.float16
-SIDES = range(3, 12, 2)  # of windows
+WINDOWS = [(side, side) for side in range(3, 12, 2)]
 STRIDES = 1, 2
 
 
@@ -61,19 +61,18 @@ def weight_spec_of(window: Sequence[int], stride: int, dtype: torch.dtype) -> Ke
 
 
 def takes(window: Sequence[int], stride: int, channels: int, dtype: torch.dtype) -> bool:
-    """Are there kernels for such a convolution?"""
-    is_odd = all(side in SIDES for side in window)
-    return dtype in DTYPES and is_odd and stride in STRIDES and channels > 1 and channels % 2 == 0
+    """Are there kernels for such a convolution?  Windows are square."""
+    is_window = tuple(window) in WINDOWS
+    return dtype in DTYPES and is_window and stride in STRIDES and channels % 2 == 0
 
 
 def offered() -> list[KernelSpec]:
     """All that the functions above give for what is taken."""
-    windows = [(h, w) for h in SIDES for w in SIDES]
     kinds = spec_of, input_spec_of, weight_spec_of
     found = [
         kind(window, stride, dtype)
         for kind in kinds
-        for window in windows
+        for window in WINDOWS
         for stride in STRIDES
         for dtype in DTYPES
     ]
