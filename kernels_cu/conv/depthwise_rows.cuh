@@ -110,6 +110,7 @@ struct Rows {
   int32_t to;        // the first row in shared memory, likewise
   uint32_t columns;  // a bit per column that exists, from there on
   uint32_t lanes;    // a bit per lane of the item
+  int32_t slot;      // where the thread's channels are in shared memory
   bool is_wide;
   int32_t h;
   int32_t first;  // the first row's index in the image
@@ -122,6 +123,7 @@ struct Rows {
         pixel(kPlanes ? 1 : args.channels),
         columns(0),
         lanes(at.lanes()),
+        slot(static_cast<int>(threadIdx.x) - at.lane + (at.channel - at.first) / kChannels),
         is_wide(args.wide),
         h(of.h),
         first(of.row),
@@ -207,7 +209,7 @@ struct Rows {
   __device__ __forceinline__ void read(int row, Raw (&raw)[kWindow]) const {
 #pragma unroll
     for (int c = 0; c < kWindow; ++c) {
-      raw[c] = kPlanes ? next[c] : shared.row[row % kDepth][c][threadIdx.x];
+      raw[c] = kPlanes ? next[c] : shared.row[row % kDepth][c][slot];
     }
   }
 };
