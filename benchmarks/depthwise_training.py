@@ -115,7 +115,7 @@ class Call:
         x, dz, weight, padding, stride = self.x, self.dz, self.weight, self.padding, self.stride
         window = [*weight.shape[2:]]
         turned = [k - 1 - p for k, p in zip(window, padding)]
-        of_x = (FORWARD, (dz, weight, by_x, turned, 1, True))
+        of_x: tuple[str, tuple[Any, ...]] = (FORWARD, (dz, weight, by_x, turned, 1, True))
         if stride > 1:
             of_x = (OF_INPUT, (dz, weight, by_x, padding, [*x.shape[2:]]))
         calls = {
