@@ -21,6 +21,15 @@ namespace fx_fuser::depthwise {
 
 constexpr int kDepth = 4;  // rows of pixels in shared memory; a power of two
 
+#ifdef FX_FUSER_FEW_REGISTERS
+constexpr bool kSpilled = true;
+#else
+constexpr bool kSpilled = false;
+#endif
+
+// Resident blocks of a multiprocessor, which bound a thread's registers.
+constexpr int resident(int usual) { return kSpilled ? 1 : usual; }
+
 // A thread's work item: consecutive rows in one strip of columns.
 struct Item {
   uint32_t sample;

@@ -206,7 +206,8 @@ __device__ __forceinline__ void add_blocks(const DepthwiseSumArgs& args) {
 #define FX_FUSER_DEPTHWISE_WEIGHT(kernel_h, kernel_w, stride, functor, scalars, Acc, Out, X)   \
   extern "C" __global__ void __launch_bounds__(                                                \
       fx_fuser::kDepthwiseWeightThreads,                                                       \
-      fx_fuser::depthwise_weight_resident(kernel_h, kernel_w, stride))                         \
+      fx_fuser::depthwise::resident(                                                           \
+          fx_fuser::depthwise_weight_resident(kernel_h, kernel_w, stride)))                    \
       fx_fuser_depthwise_weight(const __grid_constant__ fx_fuser::DepthwiseWeightArgs args) {  \
     using G = fx_fuser::depthwise_weight::Geometry<kernel_h, kernel_w, stride, X>;             \
     fx_fuser::depthwise_weight::run<G>(args);                                                  \
