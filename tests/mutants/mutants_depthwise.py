@@ -54,6 +54,13 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{COPIED}[False]",),
     ),
     (
+        "depthwise: the weight's gradient has torch's strides",
+        SITE,
+        "if like.stride() == _contiguous(self):",
+        "if True:",
+        (BACKWARD.format("7-3-1-asked2"),),
+    ),
+    (
         "depthwise: no dilation",
         SITE,
         'if [*parts.numbers["dilation"]] != [1, 1]:',
