@@ -4,7 +4,6 @@ they take."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 
 import depthwise_gradient_checks
 import pytest
@@ -18,8 +17,7 @@ from torch._dynamo.utils import counters
 
 from fx_fuser.kernels.depthwise import training
 from fx_fuser.passes import depthwise
-from fx_fuser.planning import contest
-from fx_fuser.planning.timing import Timing
+from fx_fuser.passes.depthwise.site import DepthwiseSite
 
 CUDA = torch.device("cuda")
 LAST = torch.channels_last
@@ -77,12 +75,7 @@ class Block(nn.Module):
 def test_a_model_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a training step under autocast, whatever the clock says; values as eager's."""
     monkeypatch.setattr(depthwise, "OFFERED", True)
-
-    def times(key: object, make: Callable[[], object], device: torch.device) -> list[Timing]:
-        make()  # which compares the values
-        return [Timing(2.0), Timing(1.0)]
-
-    monkeypatch.setattr(contest, "times", times)
+    monkeypatch.setattr(DepthwiseSite, "gains", lambda site: True)
     torch.manual_seed(0)
     model = nn.Sequential(Block(384), Block(384)).to(CUDA, memory_format=LAST)
     x, dy = (torch.randn(64, 384, 14, 14, device=CUDA).to(memory_format=LAST) for _ in range(2))
