@@ -312,3 +312,24 @@ def test_a_failure_leaves_the_convolution(monkeypatch: pytest.MonkeyPatch) -> No
     assert CONVOLUTION in targets(gm)
     with pytest.raises(ValueError, match="planted"):
         Depthwise(on_cpu=True, strict=True)(gm.graph)
+
+
+def test_kernels_of_a_graph_are_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def loaded(specs: Sequence[Any], *rest: Any) -> set[Any]:
+        asked.append(len(specs))
+        return set()
+
+    monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
+    monkeypatch.setattr(convolution, "loaded", loaded)
+    real = DepthwiseSite.of
+    monkeypatch.setattr(DepthwiseSite, "of", lambda node, device: real(node, "cpu"))
+
+    def f(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        z = CONVOLUTION(x, weight, None, *numbers_of(3))
+        return CONVOLUTION(z, other, None, *numbers_of(1, 2))
+
+    gm = make_fx(f, tracing_mode="fake")(x_of(), weight_of(7), weight_of(3))
+    replaced(gm, on_cpu=False)
+    assert asked == [2, 1, 1]
