@@ -17,9 +17,7 @@ from fx_fuser.options import Options
 from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits, settings_with
 from fx_fuser.passes.depthwise.site import DepthwiseSite
 
-# The kernels' checks and a model's training step have passed on an H200; no whole net is timed and
-# no sanitizer has run yet: issue 45.
-OFFERED = False
+OFFERED = True
 COUNTERS = "fx_fuser_depthwise"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 
 
