@@ -27,6 +27,7 @@ from fx_fuser.kernels.depthwise import Depthwise
 from fx_fuser.kernels.direct import Direct
 from fx_fuser.kernels.exact import Exact
 from fx_fuser.kernels.folded import Folded
+from fx_fuser.kernels.grouped import Grouped
 from fx_fuser.kernels.implicit import Implicit
 from fx_fuser.kernels.pointwise import Library
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
@@ -45,6 +46,7 @@ _ALL = (
     Folded(),
     Stem(),
     Depthwise(),
+    Grouped(),
     Implicit(),
     Direct(),
     Library(),

@@ -19,6 +19,7 @@
 #include "host/depthwise.h"
 #include "host/fold.h"
 #include "host/folded.h"
+#include "host/grouped.h"
 #include "host/head_loss.h"
 #include "host/implicit.h"
 #include "host/kernel.h"
@@ -65,6 +66,9 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "implicit_cut(int[] sizes, int[] stride, int[] dilation, int columns, int leaves, "
       "int operands, int held, int multiprocessors, int shared_bytes) -> int[]");
   m.def(
+      "grouped_cut(int[] sizes, int[] stride, int[] dilation, int groups, int tiles, int leaves, "
+      "int operands, int multiprocessors, int shared_bytes) -> int[]");
+  m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
       "int[]");
 }
@@ -85,6 +89,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));
   m.impl("stem_cut", TORCH_BOX(&stem_cut));
   m.impl("implicit_cut", TORCH_BOX(&implicit_cut));
+  m.impl("grouped_cut", TORCH_BOX(&grouped_cut));
   m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
 }
 

@@ -1,0 +1,252 @@
+"""Times of the grouped convolution on the layers of two nets:
+
+    python -m benchmarks.grouped
+
+Medians with the L2 cache cleared before each call, on random data; each result is compared with
+float64's. Compared with the library's convolution alone, and with a pointwise kernel behind it,
+which stands for Inductor's code. `python -m pytest tests/kernels/test_grouped.py` checks the kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+
+from benchmarks import harness, kernels
+from benchmarks.conv_sm90 import CUDA, ROUNDED, Example
+from benchmarks.implicit import LAST, TAILS, Window
+from benchmarks.measure import float32_settings, gpu_ms
+from benchmarks.sm90 import relative
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.graph.epilogue import parse
+from fx_fuser.kernels import base
+from fx_fuser.kernels.grouped import grouped, grouped_tiles, unit_of
+from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.ops.library import FusedCall
+
+SAMPLES = 128
+BYTES_PER_MS = 3.0e9  # what the acceptance counts with
+MULTIPLY_ADDS_PER_MS = 450e9 / 2
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for."""
+
+    tiles: int
+    is_mixed: bool
+    leaves: int
+
+    @classmethod
+    def of(cls, inputs: int, outputs: int, leaves: int) -> Form:
+        """Of groups of so many channels."""
+        groups = unit_of(inputs, outputs)
+        return cls(grouped_tiles(groups * outputs), groups > 1, leaves)
+
+
+def spec_of(example: Example, form: Form) -> KernelSpec:
+    types = (torch.float32, example.out, example.x, *example.operands)
+    family = grouped(form.tiles, form.is_mixed, form.leaves)
+    return base.example(family, example.name, example.scalars, *types)
+
+
+def run(
+    one: tuple[Example, Form],
+    x: Tensor,
+    weight: Tensor,
+    window: Window,
+    groups: int,
+    out: Tensor,
+    c: Tensor | None = None,
+    operands: Sequence[Tensor] = (),
+    scalars: Sequence[float] = (),
+    tile: Sequence[int] = (),
+) -> bool:
+    geometry = ([*window.stride], [*window.padding], [*window.dilation], groups)
+    spec = spec_of(*one)
+    return kernels.grouped(spec, x, weight, *geometry, out, c, operands, scalars, tile)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A 3 × 3 convolution of as many outputs, BatchNorm and relu. side: of its input."""
+
+    channels: int
+    groups: int
+    side: int
+    stride: int = 1
+
+
+def _net(
+    stages: Sequence[tuple[int, int, int, int]], groups_of: Callable[[int], int]
+) -> dict[Layer, int]:
+    """stages: channels, side, the first layer's stride, layers."""
+    found: dict[Layer, int] = {}
+    for width, side, stride, count in stages:
+        groups = groups_of(width)
+        first, rest = Layer(width, groups, side, stride), Layer(width, groups, side // stride)
+        for layer in (first, *[rest] * (count - 1)):
+            found[layer] = found.get(layer, 0) + 1
+    return found
+
+
+NETS = {
+    "RegNet-Y-1.6GF": lambda: _net(
+        ((48, 112, 2, 2), (120, 56, 2, 6), (336, 28, 2, 17), (888, 14, 2, 2)),
+        lambda width: width // 24,
+    ),
+    "ResNeXt-50": lambda: _net(
+        ((128, 56, 1, 3), (256, 56, 2, 4), (512, 28, 2, 6), (1024, 14, 2, 3)), lambda width: 32
+    ),
+    "measured.md": lambda: {
+        Layer(128, 32, 56): 1,
+        Layer(256, 32, 28): 1,
+        Layer(384, 16, 14): 1,
+        Layer(96, 4, 56): 1,
+    },
+}
+
+
+class Timed:
+    """A layer on random bf16 tensors: our kernel, and what it is compared with."""
+
+    def __init__(self, layer: Layer, device: torch.device = CUDA, samples: int = SAMPLES) -> None:
+        self.layer, self.device = layer, device
+        self.anchor, self.epilogue = ANCHORS["conv2d_batchnorm"], parse(TAILS["relu"].text)
+        self.window = Window((layer.stride, layer.stride), (1, 1, 1, 1))
+        self.x = self._image(samples, layer.channels, layer.side, layer.side)
+        inputs = layer.channels // layer.groups
+        self.weight = self._image(layer.channels, inputs, 3, 3) / (9 * inputs) ** 0.5
+        mean, beta = torch.randn(2, layer.channels, device=device)
+        var, gamma = torch.rand(2, layer.channels, device=device) + 0.5
+        self.vectors = (mean, var, gamma, beta)
+        side = (layer.side - 1) // layer.stride + 1
+        self.out = self._image(samples, layer.channels, side, side)
+        moved = sum(v.nbytes for v in (self.x, self.weight, self.out))
+        products = self.out.numel() * inputs * 9
+        self.floor = max(moved / BYTES_PER_MS, products / MULTIPLY_ADDS_PER_MS)
+
+    def _image(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(torch.bfloat16, memory_format=LAST)
+
+    def operands(self) -> dict[str, Tensor | None]:
+        names = ("x", "weight", "bias", "running_mean", "running_var", "gamma", "beta")
+        return dict(zip(names, (self.x, self.weight, None, *self.vectors)))
+
+    def call(self, product: str) -> FusedCall:
+        config: dict[str, Any] = {
+            "stride": [*self.window.stride],
+            "padding": [*self.window.padding],
+            "dilation": [1, 1],
+            "groups": self.layer.groups,
+            "tf32": False,
+            "product": product,
+            "backward": "library",
+            "again": False,
+            "training": False,
+            "momentum": 0.0,
+            "eps": 1e-5,
+        }
+        return FusedCall(self.anchor, config, self.epilogue, [], torch.bfloat16)
+
+    def specs(self) -> list[KernelSpec]:
+        """The epilogue's kernel, and ours."""
+        return self.call("grouped").specs([*self.operands().values()], [])
+
+    def ours(self, tile: Sequence[int] = ()) -> None:
+        given = [v.view(-1, 1, 1) for v in self.vectors]
+        one = self.specs()[1], self.x, self.weight
+        geometry = ([*self.window.stride], [*self.window.padding], [1, 1], self.layer.groups)
+        taken = kernels.grouped(*one, *geometry, self.out, None, given, [1e-5], tile)
+        assert taken, f"{self.layer} was refused"
+
+    def alone(self) -> Tensor:
+        (pad, *_), (stride, _) = self.window.padding, self.window.stride
+        return F.conv2d(self.x, self.weight, None, stride, pad, 1, self.layer.groups)
+
+    def with_a_pass(self) -> Callable[[], object]:
+        return self.call("library").bound([*self.operands().values()], [], save=False)
+
+    def exact(self, few: slice = slice(None)) -> Tensor:
+        """The exact result for these samples."""
+        (pad, *_), (stride, _) = self.window.padding, self.window.stride
+        x, weight = self.x[few].double(), self.weight.double()
+        c = F.conv2d(x, weight, None, stride, pad, 1, self.layer.groups)
+        return F.relu(F.batch_norm(c, *(v.double() for v in self.vectors)))
+
+    def error(self) -> float:
+        """Our result's error for some samples, against float64."""
+        few = slice(None, None, 32)
+        self.out.fill_(float("nan"))
+        self.ours()
+        is_filled = not bool(self.out.isnan().any())
+        return relative(self.out[few], self.exact(few)) if is_filled else float("nan")
+
+
+def timing(failures: list[str], nets: Sequence[str]) -> list[str]:
+    """A table for each net, whose last line is the sum over its layers."""
+    tables = []
+    for net in nets:
+        rows: list[list[object]] = []
+        sums = [0.0] * 4
+        for layer, count in NETS[net]().items():
+            floor, alone, apart, ours, error = _times(layer, failures)
+            name = f"{layer.groups} × {layer.channels // layer.groups}, {layer.side}²"
+            name += f" / {layer.stride}"
+            rows.append([name, count, floor, alone, apart, ours, ours / floor, alone / ours, error])
+            for i, ms in enumerate((floor, alone, apart, ours)):
+                sums[i] += count * ms
+        floor, alone, apart, ours = sums
+        count = sum(NETS[net]().values())
+        rows.append([net, count, *sums, ours / floor, alone / ours, 0.0])
+        heads = ["", "count", "floor, ms", "convolution", "and a pass", "ours", "× floor", "gain"]
+        formats = ["", "d", ".4f", ".4f", ".4f", ".4f", ".2f", ".2f", ".1e"]
+        tables.append(tabulate(rows, [*heads, "error"], floatfmt=formats))
+    return tables
+
+
+def _times(layer: Layer, failures: list[str]) -> list[float]:
+    """ms: the floor, of the bare convolution, with a pass, ours; and our error."""
+    timed = Timed(layer)
+    error = timed.error()
+    if not error <= ROUNDED[torch.bfloat16]:
+        failures.append(f"{layer}: error {error:.1e}")
+    calls: dict[str, Callable[[], object]] = {
+        "alone": timed.alone,
+        "apart": timed.with_a_pass(),
+        "ours": timed.ours,
+    }
+    ms = gpu_ms(calls, [], CUDA)
+    return [timed.floor, ms["alone"], ms["apart"], ms["ours"], error]
+
+
+def main() -> int:
+    parser = harness.parser("grouped")
+    parser.add_argument("--net", action="append", choices=NETS, help="by default, all")
+    args = parser.parse_args()
+    nets = args.net or list(NETS)
+    done = harness.progress()
+    layers = {layer for net in nets for layer in NETS[net]()}
+    meta = torch.device("meta")
+    wanted = list({spec: 0 for layer in layers for spec in Timed(layer, meta).specs()})
+    load.prepare(wanted, CUDA)
+    done(f"built {len(wanted)}")
+    failures: list[str] = []
+    with float32_settings("fp32"):
+        tables = timing(failures, nets)
+    return harness.report(tables, failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

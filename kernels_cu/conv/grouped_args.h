@@ -1,0 +1,116 @@
+// Arguments of the grouped convolution's kernel (grouped.cuh). The shim fills them
+// (host/grouped.h).
+//
+// A *unit* is the fewest groups whose input channels fill *vectors* of 8 and whose output channels
+// fill *columns* of 8, which a product has. Of a unit of several groups the weights are
+// block-diagonal. A block's *slice* is some whole units, or some columns of one unit; its *tile* is
+// a patch of output pixels: images × rows × columns. A *job* is what a warp computes at once: two
+// rows of products, 16 pixels each, by up to 32 channels.
+#pragma once
+
+#include <cstdint>
+
+#include "common/divisor.h"
+#include "common/operands.h"
+#include "conv/conv_operand.h"
+
+namespace fx_fuser {
+
+constexpr int kGroupedWarps = 8;
+constexpr int kGroupedThreads = 32 * kGroupedWarps;
+constexpr int kGroupedVector = 8;        // elements of x or the weight
+constexpr int kGroupedRow = 16;          // pixels of a product
+constexpr int kGroupedRows = 2;          // of products, in a job
+constexpr int kGroupedMostTiles = 4;     // products side by side in a job
+constexpr int kGroupedMostResident = 4;  // blocks per multiprocessor
+constexpr int kGroupedMaxOperands = kMaxInputs - 1;
+constexpr int kGroupedMaxOthers = kConvMaxOperands;  // operands that are not leaves
+constexpr int kGroupedReserved = 1 << 10;            // bytes that the driver reserves per block
+constexpr int kGroupedHighest = 1 << 14;             // bound of rows, columns, strides, paddings
+constexpr int kGroupedMostPixels = 512;              // per tile
+
+// Where a pixel of a tile is in it: image, row, column.
+constexpr int kGroupedImageAt = 20;
+constexpr int kGroupedLineAt = 10;
+constexpr int kGroupedMostLines = 1 << 10;
+static_assert(kGroupedMostPixels <= kGroupedMostLines);
+
+// Units in a job, given the products side by side of one.
+constexpr int grouped_units(int tiles) { return tiles > 2 ? 1 : kGroupedMostTiles / tiles; }
+constexpr int grouped_job_tiles(int tiles) { return tiles * grouped_units(tiles); }
+
+// Floats between a warp's rows in its stage: four rows begin in different quarters of the banks.
+constexpr int grouped_stage_pitch(int tiles) { return tiles % 4 == 0 ? 8 * tiles + 8 : 8 * tiles; }
+constexpr int grouped_stage_bytes(int tiles) {
+  return kGroupedRow * grouped_stage_pitch(grouped_job_tiles(tiles)) *
+         static_cast<int>(sizeof(float));
+}
+
+struct GroupedOperand {
+  ConvOperand of;
+  bool takes_vectors;  // every four channels of a pixel are aligned
+};
+
+struct GroupedArgs {
+  const void* x;       // [n, c, h, w]: a pixel's channels adjacent, pixels whole vectors apart
+  const void* weight;  // [o, c / groups, kernel_h, kernel_w]
+  void* out;           // [n][out_h][out_w][o], 16-byte aligned
+  void* c;             // the convolution itself, likewise, of x's type; or null
+  GroupedOperand operand[kGroupedMaxOperands];
+  float scalar[kMaxScalars];
+  int64_t weight_stride[4];
+  bool weight_takes_vectors;  // [o][kernel_h][kernel_w][c / groups], a tap's channels are vectors
+  int32_t x_stride[3];        // of samples, rows, columns, in vectors
+  int32_t samples;
+  int32_t h;
+  int32_t w;
+  int32_t outputs;
+  int32_t out_h;
+  int32_t out_w;
+  int32_t kernel_h;
+  int32_t kernel_w;
+  int32_t stride[2];  // down and across
+  int32_t dilation[2];
+  int32_t top;
+  int32_t left;
+  int32_t group_inputs;   // channels of a group
+  int32_t group_outputs;  // of the result
+  int32_t units;
+  int32_t unit_vectors;  // per pixel
+  int32_t unit_tiles;    // of 8 output channels
+  int32_t k_vectors;     // taps × unit_vectors
+  // Of a slice.
+  Divisor<uint32_t> slices;
+  int32_t splits;                   // slices per unit, else 1
+  int32_t slice_units;              // else 1
+  int32_t slice_tiles;              // of each of its units
+  Divisor<uint32_t> slice_vectors;  // per pixel
+  Divisor<uint32_t> jobs;           // of two rows of products
+  // Of a tile.
+  int32_t tile_rows;
+  int32_t tile_columns;
+  int32_t tile_images;
+  Divisor<uint32_t> tiles_x;
+  Divisor<uint32_t> tiles_y;
+  int32_t tiles;
+  int32_t workers;                  // blocks with the same slice, which share the tiles
+  int32_t batches;                  // pairs of rows of products
+  Divisor<uint32_t> patch_columns;  // of x
+  Divisor<uint32_t> patch_rows;
+  // Across, every stride-th pixel of a patch lies side by side, so that a product's pixels do.
+  Divisor<uint32_t> stride_w;
+  int32_t phase_columns;
+  int32_t pixel_bytes;  // an odd number of vectors, so that eight pixels cover all banks
+  int32_t buffers;      // of patches: 1 or 2
+  // Bytes in shared memory. Leaves are first.
+  int32_t channels_at;
+  int32_t weight_pitch;  // of output channels, an odd number of vectors
+  int32_t taps_at;
+  int32_t places_at;
+  int32_t weights_at;
+  int32_t stage_at;
+  int32_t patch_at;
+  int32_t patch_bytes;
+};
+
+}  // namespace fx_fuser

@@ -1,0 +1,94 @@
+"""The grouped convolution on the CPU emulator, by the checks that are written for a GPU."""
+
+from __future__ import annotations
+
+import checks
+import conv_checks
+import emulator
+import grouped_checks
+import pytest
+import torch
+from checks import passes
+from emulator.device import EmulatedGpu, in_place_of_cuda
+
+from benchmarks import conv_sm90, grouped, sm90
+from benchmarks.grouped import Form, Layer
+from fx_fuser.ops import run
+
+EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+MODULES = (checks, conv_checks, conv_sm90, grouped, grouped_checks)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    made = EmulatedGpu(getattr(request, "param", 90), multiprocessors=2)
+    in_place_of_cuda(made, monkeypatch, MODULES)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4])
+@pytest.mark.parametrize("gpu", [80, 90, 120], indirect=True)
+def test_random_sizes_and_operands(gpu: EmulatedGpu, tiles: int) -> None:
+    few = [one for one in grouped_checks.EXAMPLES if one[1].tiles == tiles][::2]
+    gpu.prepare([grouped.spec_of(*one) for one in few])
+    passes(grouped_checks.sweep, 12, gpu.capability, side=9, examples=few)
+
+
+@pytest.mark.slow
+@pytest.mark.each_once
+def test_groups_of_every_divisor(gpu: EmulatedGpu) -> None:
+    passes(grouped_checks.divisors, 240, 5)
+
+
+@pytest.mark.slow
+def test_tiles_do_not_matter(gpu: EmulatedGpu) -> None:
+    passes(grouped_checks.tiles, 4, 0)
+
+
+HALVES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    passes(grouped_checks.special_values, dtype)
+
+
+def test_refusals(gpu: EmulatedGpu) -> None:
+    passes(grouped_checks.refusals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [False, True])
+def test_the_op_that_graphs_call(gpu: EmulatedGpu, save: bool) -> None:
+    """Its leaves are in the kernel's order, its results in the layout of x."""
+    timed = grouped.Timed(Layer(48, 2, 9, 2), torch.device("cpu"), samples=2)
+    specs = timed.specs()
+    for spec in specs:
+        gpu.handle_of(spec)
+    call = timed.call("grouped")
+    arguments = (*timed.operands().values(), *call.config.values())
+    tail = (call.epilogue.text, [], [], [spec.name for spec in specs], torch.bfloat16, save)
+    given = run.arguments("conv2d_batchnorm", (*arguments, *tail))
+    launches = emulator.ops.launches.default()
+    with emulator.memory():
+        y, *saved = (v.clone() for v in run.MANY._op_dk(EMULATED, *given))
+    assert emulator.ops.launches.default() == launches + 1
+    assert y.stride() == timed.out.stride()
+    assert sm90.relative(y, timed.exact()) <= conv_sm90.ROUNDED[torch.bfloat16]
+    assert len(saved) == save
+    for c in saved:
+        exact = grouped_checks.convolve(
+            timed.x.double(), timed.weight.double(), timed.window, timed.layer.groups
+        )
+        assert c.stride() == timed.out.stride()
+        assert sm90.relative(c, exact) <= conv_sm90.ROUNDED[torch.bfloat16]
+
+
+def test_forms() -> None:
+    assert Form.of(24, 24, 4) == Form(3, False, 4)
+    assert Form.of(4, 4, 0) == Form(1, True, 0)
+    assert Form.of(40, 40, 0) == Form(3, False, 0)
+    assert Form.of(64, 64, 0) == Form(4, False, 0)
