@@ -4,7 +4,8 @@
 
 Medians with the L2 cache cleared before each call, on random data; each result is compared with
 float64's. Compared with the library's convolution alone, and with a pointwise kernel behind it,
-which stands for Inductor's code. `python -m pytest tests/kernels/test_grouped.py` checks the kernel.
+which stands for Inductor's code. `python -m pytest tests/kernels/test_grouped.py` checks the
+kernel.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ __device__ __forceinline__ void run(const GroupedArgs& args) {
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr int kBlocks = 1;
 #else
-constexpr int kBlocks = 2;
+#ifndef FX_FUSER_GROUPED_BLOCKS
+#define FX_FUSER_GROUPED_BLOCKS 2
+#endif
+constexpr int kBlocks = FX_FUSER_GROUPED_BLOCKS;
 #endif
 
 }  // namespace fx_fuser::grouped

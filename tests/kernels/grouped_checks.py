@@ -74,7 +74,7 @@ def _drawn(
     inputs, outputs = choose.choice(_channels_of(form))
     unit = unit_of(inputs, outputs)
     groups = unit * choose.choice((1, 2, 3, choose.randint(1, 9), max(1, 64 // (unit * inputs))))
-    groups = max(groups, 2 if unit > 1 else 2)
+    groups = max(groups, 2)
     kernel = choose.choice(((3, 3), (3, 3), (3, 3), (1, 1), (5, 2), (1, 7), (7, 7)))
     if inputs * kernel[0] * kernel[1] * unit > 1200:
         kernel = (3, 3)
@@ -278,7 +278,7 @@ def refusals(failures: list[str]) -> None:
         return torch.randn(shape, device=CUDA).bfloat16().contiguous(memory_format=LAST)
 
     x, weight = images(2, 16, 9, 10), images(16, 8, 3, 3)
-    odd = images(2, 17, 9, 10)[:, 1:]
+    odd, far = images(2, 17, 9, 10)[:, 1:], Window(dilation=(150, 150))
     for what, a, b, window, groups, layout in (
         ("another layout of x", x.contiguous(), weight, Window(), 2, LAST),
         ("another layout of the result", x, weight, Window(), 2, torch.contiguous_format),
@@ -291,14 +291,7 @@ def refusals(failures: list[str]) -> None:
         ("no output", x[..., :2], weight, Window(), 2, LAST),
         ("no sample", x[:0], weight, Window(), 2, LAST),
         ("a window too wide", x, weight, Window(dilation=(1, 2**14)), 2, LAST),
-        (
-            "a patch too large",
-            images(1, 16, 400, 400),
-            weight,
-            Window(dilation=(150, 150)),
-            2,
-            LAST,
-        ),
+        ("a patch too large", images(1, 16, 400, 400), weight, far, 2, LAST),
     ):
         one = ALONE[torch.bfloat16, Form.of(8, 8, 0)]
         reach = [d * 2 for d in window.dilation]
