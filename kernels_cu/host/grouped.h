@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -17,39 +19,6 @@
 
 namespace fx_fuser {
 namespace {
-
-struct GroupedKernels : ConvKernel, EpilogueTypes {
-  Kernel kernel;
-  int resident;  // blocks per multiprocessor, as limited by registers
-  int multiprocessors;
-  int shared_bytes;  // of a multiprocessor
-  int tiles;         // products side by side that have one unit's pixels
-  bool is_mixed;
-  int leaves;
-
-  explicit GroupedKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
-
-  std::optional<Made> run(const Conv& conv, const Norm& norm,
-                          const EpilogueArgs& args) const override;
-};
-
-int64_t load_grouped(const Sources& from) {
-  const Signature types(from, 3);
-  auto kernels = std::make_unique<GroupedKernels>(types);
-  kernels->tiles = types.sizes[0];
-  kernels->is_mixed = types.sizes[1] != 0;
-  kernels->leaves = types.sizes[2];
-  kernels->multiprocessors = multiprocessors_of(from.device);
-  const int most_of_block = attribute_of(from.device, kDeviceMaxShared);
-  kernels->shared_bytes = most_of_block + kGroupedReserved;
-  kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_grouped", most_of_block);
-  check(driver().OccupancyMaxActiveBlocksPerMultiprocessor(&kernels->resident, kernels->kernel,
-                                                           kGroupedThreads, 0),
-        "cuOccupancyMaxActiveBlocksPerMultiprocessor");
-  kernels->resident = std::min(kernels->resident, kGroupedMostResident);
-  return keep<ConvKernel>(from, std::move(kernels));
-}
-const AddLoader kGroupedLoader("grouped", load_grouped);
 
 // ---- tiling -------------------------------------------------------------------------------------
 
@@ -247,10 +216,6 @@ GroupedCut best_cut(const GroupedWindow& of, const GroupedLimits& limits) {
   return best;
 }
 
-GroupedWindow grouped_window(const ImplicitWindow& window, int64_t groups) {
-  return {window, groups};
-}
-
 // [slice's units, slice's tiles, images, rows, columns, buffers, blocks a multiprocessor, slices,
 // tiles, workers, bytes of shared memory]; empty if no kernel supports these sizes or operands.
 // sizes: as in `conv_shape_of`. tiles: the kernel's. tile: the first six, or empty for the best.
@@ -259,8 +224,7 @@ std::vector<int64_t> grouped_cut(const std::vector<int64_t>& sizes,
                                  const std::vector<int64_t>& dilation, int64_t groups,
                                  int64_t tiles, int64_t leaves, int64_t operands,
                                  int64_t multiprocessors, int64_t shared_bytes) {
-  const GroupedWindow of =
-      grouped_window(window_of(conv_shape_of(sizes), stride, dilation), groups);
+  const GroupedWindow of{window_of(conv_shape_of(sizes), stride, dilation), groups};
   if (!grouped_takes(of) || operands > kGroupedMaxOperands ||
       operands - leaves > kGroupedMaxOthers) {
     return {};
@@ -274,61 +238,77 @@ std::vector<int64_t> grouped_cut(const std::vector<int64_t>& sizes,
           cut.tiles,        cut.workers,      cut.shared_bytes};
 }
 
+// The cuts of the sizes that a kernel has met: finding one takes longer than a launch.
+class GroupedMemo {
+ public:
+  GroupedCut of(const GroupedWindow& window, const GroupedLimits& limits) {
+    const ConvShape& s = window.window.shape;
+    const auto& [shape, stride, dilation] = window.window;
+    const std::vector<int64_t> key{
+        s.samples,  s.channels,  s.h,         s.w,           s.outputs,       s.kernel_h,
+        s.kernel_w, s.left,      s.right,     s.top,         s.bottom,        stride[0],
+        stride[1],  dilation[0], dilation[1], window.groups, limits.out_bytes};
+    const std::lock_guard lock(mutex_);
+    const auto known = cuts_.find(key);
+    if (known != cuts_.end()) return known->second;
+    if (cuts_.size() == kMost) cuts_.clear();
+    return cuts_[key] = best_cut(window, limits);
+  }
+
+ private:
+  static constexpr size_t kMost = 256;
+  std::mutex mutex_;
+  std::map<std::vector<int64_t>, GroupedCut> cuts_;
+};
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+struct GroupedKernels : ConvKernel, EpilogueTypes {
+  Kernel kernel;
+  int resident;  // blocks per multiprocessor, as limited by registers
+  int multiprocessors;
+  int shared_bytes;  // of a multiprocessor
+  int tiles;         // products side by side that have one unit's pixels
+  bool is_mixed;
+  int leaves;
+  mutable GroupedMemo memo;
+
+  explicit GroupedKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
+
+  std::optional<Made> run(const Conv& conv, const Norm& norm,
+                          const EpilogueArgs& args) const override;
+};
+
+int64_t load_grouped(const Sources& from) {
+  const Signature types(from, 3);
+  auto kernels = std::make_unique<GroupedKernels>(types);
+  kernels->tiles = types.sizes[0];
+  kernels->is_mixed = types.sizes[1] != 0;
+  kernels->leaves = types.sizes[2];
+  kernels->multiprocessors = multiprocessors_of(from.device);
+  const int most_of_block = attribute_of(from.device, kDeviceMaxShared);
+  kernels->shared_bytes = most_of_block + kGroupedReserved;
+  kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_grouped", most_of_block);
+  check(driver().OccupancyMaxActiveBlocksPerMultiprocessor(&kernels->resident, kernels->kernel,
+                                                           kGroupedThreads, 0),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  kernels->resident = std::min(kernels->resident, kGroupedMostResident);
+  return keep<ConvKernel>(from, std::move(kernels));
+}
+const AddLoader kGroupedLoader("grouped", load_grouped);
+
 // ---- a call -------------------------------------------------------------------------------------
 
-// out = epilogue(conv2d(x, weight)), and c = conv2d(x, weight) if given. Returns false, without a
-// launch, if the kernel does not support these shapes or strides. wish: a tile for benchmarks.
-bool run_grouped(const GroupedKernels& kernels, const Tensor& x, const Tensor& weight,
-                 const GroupedWindow& of, const Tensor& out, const std::optional<Tensor>& c,
-                 const EpilogueArgs& epilogue, const std::vector<int64_t>& wish = {}) {
+// The arguments that say what the convolution is.
+void describe(const GroupedWindow& of, const Tensor& x, const Tensor& weight, GroupedArgs& args) {
   const ImplicitWindow& window = of.window;
   const ConvShape& shape = window.shape;
-  GroupedArgs args{};
-  if (!grouped_takes(of) || !find_x_strides(x, window, args.x_stride)) return false;
-  const int64_t needed = std::min<int64_t>(of.unit_tiles(), kGroupedMostTiles);
-  const bool is_kernels = std::min<int64_t>(needed, 3) == std::min(kernels.tiles, 3) &&
-                          kernels.is_mixed == (of.groups_of_unit() > 1);
-  if (!is_kernels) return false;
-  const int device = x.get_device_index();
-  const auto is_taken = [&](const Tensor& result, const char* name, ScalarType type) {
-    check_result(result, name, type, window.out_size(), x, weight);
-    return is_dense_channels_last(result) && takes_vectors(result, /*channels_last=*/true);
-  };
-  if (!is_taken(out, "out", kernels.out) || (c && !is_taken(*c, "c", kernels.x))) return false;
-  check_epilogue(kernels, out, epilogue);
-  const GroupedLimits limits{kernels.tiles,    kernels.leaves,          out.element_size(),
-                             kernels.resident, kernels.multiprocessors, kernels.shared_bytes};
-  const GroupedCut cut =
-      wish.size() == 6
-          ? cut_into(of, {wish[0], wish[1], wish[2], wish[3], wish[4], wish[5]}, limits)
-          : best_cut(of, limits);
-  if (cut.resident == 0) return false;
-  const GroupedTile& tile = cut.tile;
-  // The kernel computes where a patch's pixels behind the image would be.
-  const int64_t behind = tile.images * args.x_stride[0] + cut.patch_rows * args.x_stride[1] +
-                         cut.patch_columns * args.x_stride[2];
-  if (behind > (int64_t{1} << 30)) return false;
-
   const auto as_int = [](int64_t value) { return static_cast<int32_t>(value); };
-  const auto divisor = [](int64_t value) { return make_divisor(static_cast<uint32_t>(value)); };
   args.x = x.data_ptr();
   args.weight = weight.data_ptr();
-  args.out = out.data_ptr();
-  args.c = c ? c->data_ptr() : nullptr;
-  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
-  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
-    const Tensor& operand = epilogue.tensors[i];
-    args.operand[i].of = conv_operand_of(operand);
-    if (i < static_cast<size_t>(kernels.leaves)) {
-      STD_TORCH_CHECK(is_per_channel(operand), "fx_fuser: operand ", i, " of shape ",
-                      to_string(operand.sizes()), " is not one number per channel");
-    }
-    args.operand[i].takes_vectors =
-        takes_quads(args.operand[i].of, operand.element_size(), shape.outputs);
-  }
   for (int d = 0; d < 4; ++d) args.weight_stride[d] = weight.stride(d);
   args.weight_takes_vectors =
-      !kernels.is_mixed && of.inputs() % kGroupedVector == 0 && is_weight_taken(weight);
+      of.groups_of_unit() == 1 && of.inputs() % kGroupedVector == 0 && is_weight_taken(weight);
   args.samples = as_int(shape.samples);
   args.h = as_int(shape.h);
   args.w = as_int(shape.w);
@@ -349,6 +329,13 @@ bool run_grouped(const GroupedKernels& kernels, const Tensor& x, const Tensor& w
   args.unit_vectors = as_int(of.unit_vectors());
   args.unit_tiles = as_int(of.unit_tiles());
   args.k_vectors = as_int(of.k_vectors());
+}
+
+// The arguments that say how it is divided.
+void describe(const GroupedWindow& of, const GroupedCut& cut, GroupedArgs& args) {
+  const auto as_int = [](int64_t value) { return static_cast<int32_t>(value); };
+  const auto divisor = [](int64_t value) { return make_divisor(static_cast<uint32_t>(value)); };
+  const GroupedTile& tile = cut.tile;
   args.slices = divisor(cut.slices);
   args.splits = as_int(cut.splits);
   args.slice_units = as_int(tile.slice_units);
@@ -365,7 +352,7 @@ bool run_grouped(const GroupedKernels& kernels, const Tensor& x, const Tensor& w
   args.batches = as_int(cut.batches);
   args.patch_columns = divisor(cut.patch_columns);
   args.patch_rows = divisor(cut.patch_rows);
-  args.stride_w = divisor(window.stride[1]);
+  args.stride_w = divisor(of.window.stride[1]);
   args.phase_columns = as_int(cut.phase_columns);
   args.pixel_bytes = as_int(cut.pixel_bytes);
   args.buffers = as_int(tile.buffers);
@@ -377,6 +364,61 @@ bool run_grouped(const GroupedKernels& kernels, const Tensor& x, const Tensor& w
   args.stage_at = as_int(cut.stage_at);
   args.patch_at = as_int(cut.patch_at);
   args.patch_bytes = as_int(cut.patch_bytes);
+}
+
+// Is this the kernel for such groups?
+bool is_kernel_of(const GroupedKernels& kernels, const GroupedWindow& of) {
+  const int tiles = kernels.tiles;
+  const bool is_wide = of.unit_tiles() > 2;
+  return kernels.is_mixed == (of.groups_of_unit() > 1) &&
+         (is_wide ? tiles > 2 : tiles == of.unit_tiles());
+}
+
+// out = epilogue(conv2d(x, weight)), and c = conv2d(x, weight) if given. Returns false, without a
+// launch, if the kernel does not support these shapes or strides. wish: a tile for benchmarks.
+bool run_grouped(const GroupedKernels& kernels, const Tensor& x, const Tensor& weight,
+                 const GroupedWindow& of, const Tensor& out, const std::optional<Tensor>& c,
+                 const EpilogueArgs& epilogue, const std::vector<int64_t>& wish = {}) {
+  const ImplicitWindow& window = of.window;
+  GroupedArgs args{};
+  if (!grouped_takes(of) || !is_kernel_of(kernels, of) ||
+      !find_x_strides(x, window, args.x_stride)) {
+    return false;
+  }
+  const int device = x.get_device_index();
+  const auto is_taken = [&](const Tensor& result, const char* name, ScalarType type) {
+    check_result(result, name, type, window.out_size(), x, weight);
+    return is_dense_channels_last(result) && takes_vectors(result, /*channels_last=*/true);
+  };
+  if (!is_taken(out, "out", kernels.out) || (c && !is_taken(*c, "c", kernels.x))) return false;
+  check_epilogue(kernels, out, epilogue);
+  const GroupedLimits limits{kernels.tiles,    kernels.leaves,          out.element_size(),
+                             kernels.resident, kernels.multiprocessors, kernels.shared_bytes};
+  const GroupedCut cut =
+      wish.size() == 6
+          ? cut_into(of, {wish[0], wish[1], wish[2], wish[3], wish[4], wish[5]}, limits)
+          : kernels.memo.of(of, limits);
+  if (cut.resident == 0) return false;
+  // The kernel computes where a patch's pixels behind the image would be.
+  const int64_t behind = cut.tile.images * args.x_stride[0] + cut.patch_rows * args.x_stride[1] +
+                         cut.patch_columns * args.x_stride[2];
+  if (behind > (int64_t{1} << 30)) return false;
+
+  describe(of, x, weight, args);
+  describe(of, cut, args);
+  args.out = out.data_ptr();
+  args.c = c ? c->data_ptr() : nullptr;
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    const Tensor& operand = epilogue.tensors[i];
+    args.operand[i].of = conv_operand_of(operand);
+    if (i < static_cast<size_t>(kernels.leaves)) {
+      STD_TORCH_CHECK(is_per_channel(operand), "fx_fuser: operand ", i, " of shape ",
+                      to_string(operand.sizes()), " is not one number per channel");
+    }
+    args.operand[i].takes_vectors =
+        takes_quads(args.operand[i].of, operand.element_size(), out.size(1));
+  }
   LaunchOptions options;
   options.shared_bytes = static_cast<int>(cut.shared_bytes);
   const OnDevice on_device(device);
@@ -391,8 +433,8 @@ std::optional<Made> GroupedKernels::run(const Conv& conv, const Norm& norm,
   const bool channels_last = suggests_channels_last(image) || suggests_channels_last(conv.weight);
   if (norm.training || !channels_last) return {};
   check_conv(x, image, conv.weight, conv.padding, conv.groups);
-  const GroupedWindow of = grouped_window(
-      implicit_window(image, conv.weight, conv.stride, conv.padding, conv.dilation), conv.groups);
+  const GroupedWindow of{
+      implicit_window(image, conv.weight, conv.stride, conv.padding, conv.dilation), conv.groups};
   if (!grouped_takes(of)) return {};
   const auto [y, c] = new_results(conv, of.window.out_size(), channels_last);
   const EpilogueArgs leaves = leaves_of(norm, args);

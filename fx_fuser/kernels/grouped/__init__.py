@@ -117,6 +117,8 @@ class Grouped(Kernel):
         config = case.config
         if config["groups"] == 1 or config.get("training") or not case.is_channels_last:
             return False
+        if weight.shape[1] == 1:  # depthwise
+            return False
         is_given = memory_format_of(x) == torch.channels_last
         if case.options.exported and not is_given:  # an exported graph is not converted
             return False
