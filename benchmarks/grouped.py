@@ -59,8 +59,8 @@ def spec_of(example: Example, form: Form) -> KernelSpec:
     return base.example(family, example.name, example.scalars, *types)
 
 
-def run(
-    one: tuple[Example, Form],
+def grouped_kernel(
+    spec: KernelSpec,
     x: Tensor,
     weight: Tensor,
     window: Window,
@@ -71,9 +71,22 @@ def run(
     scalars: Sequence[float] = (),
     tile: Sequence[int] = (),
 ) -> bool:
+    """Like `benchmarks.kernels.implicit`, in groups.
+
+    Args:
+        spec: a kernel of a family `kernels.grouped.grouped`, see kernels_cu/conv/grouped.cuh.
+        weight: [O, C/groups, kh, kw], any strides; C and O are multiples of 8.
+        tile: how the work is divided, the first numbers of `grouped_cut`; by default what the
+            kernel's model finds best.
+    """
     geometry = ([*window.stride], [*window.padding], [*window.dilation], groups)
-    spec = spec_of(*one)
-    return kernels.grouped(spec, x, weight, *geometry, out, c, operands, scalars, tile)
+    given = (*geometry, out, c, [*operands], [*scalars], [*tile])
+    return kernels.taken("grouped", spec, out, x, weight, *given)
+
+
+def run(one: tuple[Example, Form], *given: Any, **named: Any) -> bool:
+    """The same, of an example."""
+    return grouped_kernel(spec_of(*one), *given, **named)
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -167,9 +180,8 @@ class Timed:
 
     def ours(self, tile: Sequence[int] = ()) -> None:
         given = [v.view(-1, 1, 1) for v in self.vectors]
-        one = self.specs()[1], self.x, self.weight
-        geometry = ([*self.window.stride], [*self.window.padding], [1, 1], self.layer.groups)
-        taken = kernels.grouped(*one, *geometry, self.out, None, given, [1e-5], tile)
+        one = self.specs()[1], self.x, self.weight, self.window, self.layer.groups
+        taken = grouped_kernel(*one, self.out, None, given, [1e-5], tile)
         assert taken, f"{self.layer} was refused"
 
     def alone(self) -> Tensor:

@@ -352,33 +352,6 @@ def implicit(
     )
 
 
-def grouped(
-    spec: KernelSpec,
-    x: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    out: Tensor,
-    c: Tensor | None,
-    operands: Sequence[Tensor],
-    scalars: Sequence[float],
-    tile: Sequence[int] = (),
-) -> bool:
-    """Like `implicit`, in groups.
-
-    Args:
-        spec: a kernel of a family `kernels.grouped.grouped`, see kernels_cu/conv/grouped.cuh.
-        weight: [O, C/groups, kh, kw], any strides; C and O are multiples of 8.
-        tile: how the work is divided, the first numbers of `grouped_cut`; by default what the
-            kernel's model finds best.
-    """
-    handle = load.handle_of(spec, out)
-    given = (stride, padding, dilation, groups, out, c, operands, scalars, tile)
-    return _ops().grouped.default(handle, x, weight, *given)
-
-
 @dataclass(frozen=True)
 class Normalisation:
     """z = gamma (c + bias - mean) / sqrt(variance + eps) + beta, in float32.

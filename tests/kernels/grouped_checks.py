@@ -12,7 +12,7 @@ from checks import as_ieee, captured, replays_agree
 from conv_checks import Results, framed, random_operand
 from torch import Tensor
 
-from benchmarks import conv_sm90, kernels
+from benchmarks import conv_sm90
 from benchmarks.conv_cases import NONE
 from benchmarks.conv_sm90 import HALVES, IDENTITY, NORM, OPERANDS, ROUNDED, SWISH, Example
 from benchmarks.grouped import Form, run, spec_of
@@ -298,8 +298,7 @@ def refusals(failures: list[str]) -> None:
         sizes = (len(a), len(b), *(max(n - r, 1) for n, r in zip(a.shape[2:], reach)))
         out = torch.full(sizes, 7.0, device=CUDA, dtype=torch.bfloat16)
         out = out.contiguous(memory_format=layout)
-        geometry = ([*window.stride], [*window.padding], [*window.dilation], groups)
-        if kernels.grouped(spec_of(*one), a, b, *geometry, out, None, [], []):
+        if run(one, a, b, window, groups, out):
             failures.append(f"{what} was not refused")
         if not bool((out == 7).all()):
             failures.append(f"{what}: something was written")
