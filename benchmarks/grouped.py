@@ -84,6 +84,28 @@ def grouped_kernel(
     return kernels.taken("grouped", spec, out, x, weight, *given)
 
 
+def grouped_input(
+    spec: KernelSpec, dz: Tensor, weight: Tensor, window: Window, groups: int, dx: Tensor
+) -> bool:
+    """dx = the gradient by `grouped_kernel`'s x. spec: of `kernels.grouped.input_spec_of`."""
+    geometry = ([*window.stride], [*window.padding], [*window.dilation], groups)
+    return kernels.taken("grouped_input", spec, dx, dz, weight, *geometry, dx)
+
+
+def grouped_weight(
+    spec: KernelSpec,
+    x: Tensor,
+    dz: Tensor,
+    window: Window,
+    groups: int,
+    dw: Tensor,
+    tile: Sequence[int] = (),
+) -> bool:
+    """dw = the gradient by its weight. spec: of `kernels.grouped.weight_spec_of`."""
+    geometry = ([*window.stride], [*window.padding], [*window.dilation], groups)
+    return kernels.taken("grouped_weight", spec, dw, x, dz, *geometry, dw, [*tile])
+
+
 def run(one: tuple[Example, Form], *given: Any, **named: Any) -> bool:
     """The same, of an example."""
     return grouped_kernel(spec_of(*one), *given, **named)

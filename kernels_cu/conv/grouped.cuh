@@ -84,6 +84,8 @@ __device__ __forceinline__ void multiply(const GroupedArgs& args, const uint8_t*
   }
 }
 
+constexpr int kAtOnce = 4;  // copies
+
 template <class S, class TailOf>
 __device__ __forceinline__ void convolve(const GroupedArgs& args) {
   extern __shared__ __align__(128) uint8_t storage[];
@@ -93,7 +95,7 @@ __device__ __forceinline__ void convolve(const GroupedArgs& args) {
   int tile = static_cast<int>(divide(blockIdx.x, args.slices));
   uint32_t patch = shared + args.patch_at;
   uint32_t other = args.buffers == 2 ? patch + args.patch_bytes : patch;
-  feed(args, tile, patch);
+  feed<kAtOnce>(args, tile, patch);
   keep_weights<S>(args, storage);
   keep_channels<S>(args, storage);
   keep_taps(args, storage);
@@ -108,7 +110,7 @@ __device__ __forceinline__ void convolve(const GroupedArgs& args) {
     ptx::copy_async_wait();
     __syncthreads();
     const int next = tile + args.workers;
-    if (args.buffers == 2 && next < args.tiles) feed(args, next, other);
+    if (args.buffers == 2 && next < args.tiles) feed<kAtOnce>(args, next, other);
     const Corner corner = Corner::of(args, tile);
 #pragma unroll 1
     for (int job = warp; job < jobs; job += kGroupedWarps) {
@@ -123,7 +125,7 @@ __device__ __forceinline__ void convolve(const GroupedArgs& args) {
     }
     if (args.buffers == 1 && next < args.tiles) {
       __syncthreads();
-      feed(args, next, other);
+      feed<kAtOnce>(args, next, other);
     }
     const uint32_t read = patch;
     patch = other;

@@ -51,16 +51,10 @@ struct GroupedOperand {
   bool takes_vectors;  // every four channels of a pixel are aligned
 };
 
-struct GroupedArgs {
-  const void* x;       // [n, c, h, w]: a pixel's channels adjacent, pixels whole vectors apart
-  const void* weight;  // [o, c / groups, kernel_h, kernel_w]
-  void* out;           // [n][out_h][out_w][o], 16-byte aligned
-  void* c;             // the convolution itself, likewise, of x's type; or null
-  GroupedOperand operand[kGroupedMaxOperands];
-  float scalar[kMaxScalars];
-  int64_t weight_stride[4];
-  bool weight_takes_vectors;  // [o][kernel_h][kernel_w][c / groups], a tap's channels are vectors
-  int32_t x_stride[3];        // of samples, rows, columns, in vectors
+// The pixels of x that a block reads, and how it divides them.
+struct GroupedPatches {
+  const void* x;        // [n, c, h, w]: a pixel's channels adjacent, pixels whole vectors apart
+  int32_t x_stride[3];  // of samples, rows, columns, in vectors
   int32_t samples;
   int32_t h;
   int32_t w;
@@ -85,7 +79,6 @@ struct GroupedArgs {
   int32_t slice_units;              // else 1
   int32_t slice_tiles;              // of each of its units
   Divisor<uint32_t> slice_vectors;  // per pixel
-  Divisor<uint32_t> jobs;           // of two rows of products
   // Of a tile.
   int32_t tile_rows;
   int32_t tile_columns;
@@ -102,15 +95,66 @@ struct GroupedArgs {
   int32_t phase_columns;
   int32_t pixel_bytes;  // an odd number of vectors, so that eight pixels cover all banks
   int32_t buffers;      // of patches: 1 or 2
-  // Bytes in shared memory. Leaves are first.
-  int32_t channels_at;
-  int32_t weight_pitch;  // of output channels, an odd number of vectors
+  // Bytes in shared memory.
   int32_t taps_at;
   int32_t places_at;
-  int32_t weights_at;
-  int32_t stage_at;
   int32_t patch_at;
   int32_t patch_bytes;
+};
+
+struct GroupedArgs : GroupedPatches {
+  const void* weight;  // [group, o / groups, c / groups, kernel_h, kernel_w], of the first tap
+  void* out;           // [n, o, out_h, out_w], a pixel's channels adjacent, 16-byte aligned
+  void* c;             // the convolution itself, likewise, of x's type; or null
+  GroupedOperand operand[kGroupedMaxOperands];
+  float scalar[kMaxScalars];
+  int64_t out_stride[3];  // of samples, rows, columns, in elements; also of c
+  int64_t weight_stride[4];
+  int64_t weight_group;       // stride
+  bool weight_takes_vectors;  // [o][kernel_h][kernel_w][c / groups], a tap's channels are vectors
+  Divisor<uint32_t> jobs;     // of a slice, for two rows of products
+  // Bytes in shared memory. Leaves are first.
+  int32_t weight_pitch;  // of output channels, an odd number of vectors
+  int32_t channels_at;
+  int32_t weights_at;
+  int32_t stage_at;
+};
+
+// Of the kernels of grouped_weight.cuh. A *role* is some pairs of vectors of k, for all of a
+// slice's columns of one unit; `roles` warps have one each, the next ones the same for other
+// pixels, their *share*.
+// Pairs of a role: as many as leave registers.
+constexpr int grouped_weight_steps(int tiles, bool is_mixed) {
+  return tiles == 3 || (tiles > 3 && is_mixed) ? 4 : 5;
+}
+constexpr int kGroupedSumElements = 32;  // of a block that adds up partial sums
+
+struct GroupedWeightArgs : GroupedPatches {
+  const void* dz;                    // [n, o, out_h, out_w], as x
+  int32_t dz_stride[3];              // of samples, rows, columns, in vectors
+  Divisor<uint32_t> unit_divisor;    // by unit_vectors
+  Divisor<uint32_t> group_divisor;   // by group_inputs
+  Divisor<uint32_t> output_divisor;  // by group_outputs
+  float* partial;                    // [worker][share][o][kernel_h][kernel_w][c / groups]
+  int32_t roles;
+  int32_t roles_of_unit;
+  int32_t shares;
+  Divisor<uint32_t> dz_vectors;  // of a slice, per pixel
+  int32_t dz_pitch;              // of pixels, an odd number of vectors
+  int32_t pixels_at;
+  int32_t dz_at;
+  int32_t dz_bytes;
+};
+
+struct GroupedSumArgs {
+  const float* partial;  // [count][o][tap][input]
+  void* dw;
+  int64_t stride[4];  // of dw
+  int64_t elements;
+  int32_t count;
+  int32_t inputs;
+  int32_t kernel_h;
+  int32_t kernel_w;
 };
 
 }  // namespace fx_fuser

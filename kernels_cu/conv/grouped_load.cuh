@@ -36,7 +36,7 @@ struct Slice {
   int unit;  // the first
   int tile;  // of the unit, the first
 
-  static __device__ __forceinline__ Slice self(const GroupedArgs& args) {
+  static __device__ __forceinline__ Slice self(const GroupedPatches& args) {
     const auto slice =
         static_cast<int>(blockIdx.x - divide(blockIdx.x, args.slices) * args.slices.size);
     return {slice / args.splits * args.slice_units, slice % args.splits * args.slice_tiles};
@@ -46,7 +46,7 @@ struct Slice {
 // The slice's rows of weights are output channels: rows 8 t... of each unit are its tile t, rounded
 // up to a job's. Returns the output channel, -1 if there is none.
 template <class S>
-__device__ __forceinline__ int channel_of(const GroupedArgs& args, const Slice& slice, int row) {
+__device__ __forceinline__ int channel_of(const GroupedPatches& args, const Slice& slice, int row) {
   const int rows = (args.slice_tiles + S::kTiles - 1) / S::kTiles * S::kTiles * 8;  // of a unit
   const int unit = slice.unit + row / rows;
   const int tile = slice.tile + row % rows / 8;
@@ -86,7 +86,8 @@ __device__ __forceinline__ void keep_weights(const GroupedArgs& args, uint8_t* s
     const int tap = vector / args.unit_vectors;
     const int first = vector % args.unit_vectors * kGroupedVector;
     const int group = channel % (args.unit_tiles * 8) / args.group_outputs;
-    const int64_t from = channel * args.weight_stride[0] +
+    const int64_t from = channel / args.group_outputs * args.weight_group +
+                         channel % args.group_outputs * args.weight_stride[0] +
                          tap / args.kernel_w * args.weight_stride[2] +
                          tap % args.kernel_w * args.weight_stride[3];
     auto* elements = reinterpret_cast<X*>(at);
@@ -111,7 +112,7 @@ __device__ __forceinline__ void keep_channels(const GroupedArgs& args, uint8_t* 
 }
 
 // Where each vector of k is from a product's pixel, in bytes.
-__device__ __forceinline__ void keep_taps(const GroupedArgs& args, uint8_t* storage) {
+__device__ __forceinline__ void keep_taps(const GroupedPatches& args, uint8_t* storage) {
   auto* to = reinterpret_cast<int32_t*>(storage + args.taps_at);
   const int vectors = (args.k_vectors + 1) / 2 * 2;
   const auto stride = static_cast<int>(args.stride_w.size);
@@ -133,7 +134,7 @@ struct Place {
   int32_t to;
 };
 
-__device__ __forceinline__ void keep_places(const GroupedArgs& args, uint8_t* storage) {
+__device__ __forceinline__ void keep_places(const GroupedPatches& args, uint8_t* storage) {
   auto* place = reinterpret_cast<Place*>(storage + args.places_at);
   const int plane = args.tile_rows * args.tile_columns;
   const int pitch = args.phase_columns * static_cast<int>(args.stride_w.size);
@@ -157,7 +158,7 @@ struct Corner {
   int row;
   int column;
 
-  static __device__ __forceinline__ Corner of(const GroupedArgs& args, int tile) {
+  static __device__ __forceinline__ Corner of(const GroupedPatches& args, int tile) {
     const auto at = static_cast<uint32_t>(tile);
     const uint32_t line = divide(at, args.tiles_x);
     const uint32_t images = divide(line, args.tiles_y);
@@ -167,9 +168,11 @@ struct Corner {
   }
 };
 
-// Copies a tile's patch of x, zeros outside of the images. Visible after ptx::copy_async_wait() and
+// Copies a tile's patch of x, zeros outside of the images, kAtOnce vectors of a thread without a
+// branch. Visible after ptx::copy_async_wait() and
 // a barrier.
-__device__ __forceinline__ void feed(const GroupedArgs& args, int tile, uint32_t patch) {
+template <int kAtOnce>
+__device__ __forceinline__ void feed(const GroupedPatches& args, int tile, uint32_t patch) {
   const Corner corner = Corner::of(args, tile);
   const int top = corner.row * args.stride[0] - args.top;
   const int left = corner.column * args.stride[1] - args.left;
@@ -181,7 +184,7 @@ __device__ __forceinline__ void feed(const GroupedArgs& args, int tile, uint32_t
   const auto* x = static_cast<const uint4*>(args.x);
   const int from =
       corner.image * args.x_stride[0] + top * args.x_stride[1] + left * args.x_stride[2] + first;
-#pragma unroll 4
+#pragma unroll kAtOnce
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kGroupedThreads) {
     const uint32_t pixel = divide(static_cast<uint32_t>(i), args.slice_vectors);
     const uint32_t line = divide(pixel, args.patch_columns);

@@ -22,8 +22,8 @@ struct Pixel {
   int column;
 
   // exists: false if the tile's pixel is outside of the result.
-  static __device__ __forceinline__ Pixel of(const GroupedArgs& args, const Corner& corner, int at,
-                                             bool& exists) {
+  static __device__ __forceinline__ Pixel of(const GroupedPatches& args, const Corner& corner,
+                                             int at, bool& exists) {
     const Pixel pixel{corner.image + (at >> kGroupedImageAt),
                       corner.row + (at >> kGroupedLineAt) % kGroupedMostLines,
                       corner.column + at % kGroupedMostLines};
@@ -37,9 +37,11 @@ struct Pixel {
 // is computed again from its own group.
 template <class X>
 __device__ __noinline__ float exact_sum(const GroupedArgs& args, Pixel pixel, int channel) {
-  const int first = channel / args.group_outputs * args.group_inputs;
+  const int group = channel / args.group_outputs;
+  const int first = group * args.group_inputs;
   const auto* x = static_cast<const X*>(args.x);
-  const auto* weight = static_cast<const X*>(args.weight) + channel * args.weight_stride[0];
+  const auto* weight = static_cast<const X*>(args.weight) + group * args.weight_group +
+                       channel % args.group_outputs * args.weight_stride[0];
   float sum = 0;
 #pragma unroll 1
   for (int i = 0; i < args.kernel_h; ++i) {
@@ -169,9 +171,8 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
                                          value_of(vector_of<kOperand>(vectors), kOperand, e)...};
         value[e] = static_cast<float>(Epilogue{}(in, scalar));
       }
-      const int64_t index =
-          (static_cast<int64_t>(pixel.sample) * args.out_h + pixel.row) * args.out_w + pixel.column;
-      const int64_t to = index * args.outputs + channel;
+      const int64_t to = pixel.sample * args.out_stride[0] + pixel.row * args.out_stride[1] +
+                         pixel.column * args.out_stride[2] + channel;
       if (args.c != nullptr) store_quad(static_cast<typename S::X*>(args.c) + to, z);
       store_quad(static_cast<typename S::Out*>(args.out) + to, value);
     }

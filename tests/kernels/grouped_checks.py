@@ -15,11 +15,11 @@ from torch import Tensor
 from benchmarks import conv_sm90
 from benchmarks.conv_cases import NONE
 from benchmarks.conv_sm90 import HALVES, IDENTITY, NORM, OPERANDS, ROUNDED, SWISH, Example
-from benchmarks.grouped import Form, run, spec_of
+from benchmarks.grouped import Form, grouped_input, grouped_weight, run, spec_of
 from benchmarks.implicit import LAST, Window
 from benchmarks.sm90 import CUDA, relative
 from benchmarks.stem import rounded
-from fx_fuser.kernels.grouped import grouped_tiles, unit_of
+from fx_fuser.kernels.grouped import grouped_tiles, input_spec_of, unit_of, weight_spec_of
 
 # Channels of a group, of x and of the result.
 GROUPS = (
@@ -302,6 +302,63 @@ def refusals(failures: list[str]) -> None:
             failures.append(f"{what} was not refused")
         if not bool((out == 7).all()):
             failures.append(f"{what}: something was written")
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, dz: Tensor, window: Window, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Of x and the weight, in float64."""
+    wide = F.pad(x.double(), window.padding)
+    numbers = [*window.stride], [0, 0], [*window.dilation], False, [0, 0], groups
+    asked = [True, True, False]
+    dx, dw, _ = torch.ops.aten.convolution_backward(
+        dz.double(), wide, weight.double(), None, *numbers, asked
+    )
+    left, _, top, _ = window.padding
+    return dx[..., top : top + x.shape[2], left : left + x.shape[3]], dw
+
+
+def gradients(failures: list[str], cases: int, seed: int, side: int = 60) -> None:
+    """Random sizes and layouts. The weight's gradient is the same bit for bit once more."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    forms = [dataclasses.replace(form, leaves=0) for _, form in EXAMPLES]
+    for case in range(cases):
+        dtype = choose.choice(HALVES)
+        x, weight, window, groups = _drawn(choose, choose.choice(forms), dtype, side)
+        outputs, inputs = len(weight) // groups, weight.shape[1]
+        like = convolve(x.double(), weight.double(), window, groups)
+        dz = torch.randn_like(like).to(dtype, memory_format=LAST)
+        dx_exact, dw_exact = _gradients(x, weight, dz, window, groups)
+        what = (
+            f"case {case}: {tuple(x.shape)} {x.stride()} by {tuple(weight.shape)}, {window}, "
+            f"{groups} groups, {dtype}"
+        )
+        dx, _ = framed(dx_exact.contiguous(memory_format=LAST), dtype, 64)
+        taken = grouped_input(input_spec_of(inputs, outputs, dtype), dz, weight, window, groups, dx)
+        has_phases = all(
+            s == 1 or (d == 1 and k >= s)
+            for s, d, k in zip(window.stride, window.dilation, weight.shape[2:])
+        )
+        if taken != has_phases:
+            failures.append(f"{what}: dx taken {taken}")
+        if taken and not relative(dx, dx_exact) <= ROUNDED[dtype]:
+            failures.append(f"{what}: error of dx {relative(dx, dx_exact):.2e}")
+        like = dw_exact.contiguous(memory_format=choose.choice((LAST, torch.contiguous_format)))
+        results = [framed(like, dtype, 64)[0] for _ in range(2)]
+        spec = weight_spec_of(inputs, outputs, dtype)
+        takes = [grouped_weight(spec, x, dz, window, groups, dw) for dw in results]
+        if not takes[0]:
+            if unit_of(inputs, outputs) * inputs * weight[0, 0].numel() <= 9 * 64:
+                failures.append(f"{what}: dw was refused")
+            continue
+        if not relative(results[0], dw_exact) <= ROUNDED[dtype]:
+            failures.append(f"{what}: error of dw {relative(results[0], dw_exact):.2e}")
+        if not torch.equal(*results):
+            failures.append(f"{what}: dw differs from launch to launch")
 
 
 assert all(grouped_tiles(unit_of(*one) * one[1]) <= 4 for one in GROUPS)

@@ -47,6 +47,12 @@ def test_tiles_do_not_matter(gpu: EmulatedGpu) -> None:
     passes(grouped_checks.tiles, 4, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [80, 90, 120], indirect=True)
+def test_gradients(gpu: EmulatedGpu) -> None:
+    passes(grouped_checks.gradients, 30, gpu.capability, side=9)
+
+
 HALVES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import memory_format_of
+from fx_fuser.graph.epilogue import Epilogue, kernel_spec
 from fx_fuser.kernels.base import (
     CONVOLUTION_KINDS,
     FLOATS,
@@ -41,6 +42,30 @@ def grouped(tiles: int, is_mixed: bool, leaves: int) -> Family:
     """
     sizes = (tiles, int(is_mixed), leaves)
     return Family("conv/grouped.cuh", "FX_FUSER_GROUPED", "grouped", sizes=sizes)
+
+
+@functools.cache
+def grouped_weight(tiles: int, is_mixed: bool) -> Family:
+    """The gradient by the weight."""
+    header, macro = "conv/grouped_weight.cuh", "FX_FUSER_GROUPED_WEIGHT"
+    return Family(header, macro, "grouped_weight", sizes=(tiles, int(is_mixed)))
+
+
+@functools.cache
+def _spec(family: Family, dtype: torch.dtype) -> KernelSpec:
+    return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, family)
+
+
+def input_spec_of(inputs: int, outputs: int, dtype: torch.dtype) -> KernelSpec:
+    """The kernel of the gradient by x, given the channels of a group: the convolution's own."""
+    groups = unit_of(inputs, outputs)
+    return _spec(grouped(grouped_tiles(groups * inputs), groups > 1, 0), dtype)
+
+
+def weight_spec_of(inputs: int, outputs: int, dtype: torch.dtype) -> KernelSpec:
+    """The kernel of the gradient by the weight, given the channels of a group."""
+    groups = unit_of(inputs, outputs)
+    return _spec(grouped_weight(grouped_tiles(groups * outputs), groups > 1), dtype)
 
 
 def unit_of(inputs: int, outputs: int) -> int:
@@ -162,7 +187,19 @@ class Grouped(Kernel):
             for is_mixed in (False, True):
                 family = grouped(tiles, is_mixed, 4)
                 specs.append(example(family, *of_norm, bf16, bf16, *[f32] * 4, bf16))
+                specs.append(_spec(grouped_weight(tiles, is_mixed), bf16))
+        specs.append(_spec(grouped_weight(4, False), f16))
         return specs
 
 
-__all__ = ["OFFERED", "Grouped", "grouped", "grouped_cut", "grouped_tiles", "unit_of"]
+__all__ = [
+    "OFFERED",
+    "Grouped",
+    "grouped",
+    "grouped_cut",
+    "grouped_tiles",
+    "grouped_weight",
+    "input_spec_of",
+    "unit_of",
+    "weight_spec_of",
+]
