@@ -1,4 +1,4 @@
-"""Times of the grouped convolution on the layers of two nets:
+"""Times of the grouped convolution and its gradients on the layers of two nets:
 
     python -m benchmarks.grouped
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,13 @@ from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.kernels import base
-from fx_fuser.kernels.grouped import grouped, grouped_tiles, unit_of
+from fx_fuser.kernels.grouped import (
+    grouped,
+    grouped_tiles,
+    input_spec_of,
+    unit_of,
+    weight_spec_of,
+)
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops.library import FusedCall
@@ -111,6 +118,22 @@ def run(one: tuple[Example, Form], *given: Any, **named: Any) -> bool:
     return grouped_kernel(spec_of(*one), *given, **named)
 
 
+def _gradients(
+    dz: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    window: Window,
+    groups: int,
+    by_x: bool,
+    by_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The library's. Padding is even."""
+    left, _, top, _ = window.padding
+    numbers = [*window.stride], [top, left], [*window.dilation], False, [0, 0], groups
+    asked = [by_x, by_weight, False]
+    return torch.ops.aten.convolution_backward(dz, x, weight, None, *numbers, asked)
+
+
 # ---- time ----------------------------------------------------------------------------------------
 
 
@@ -169,6 +192,7 @@ class Timed:
         self.vectors = (mean, var, gamma, beta)
         side = (layer.side - 1) // layer.stride + 1
         self.out = self._image(samples, layer.channels, side, side)
+        self.dx, self.dw = torch.empty_like(self.x), torch.empty_like(self.weight)
         moved = sum(v.nbytes for v in (self.x, self.weight, self.out))
         products = self.out.numel() * inputs * 9
         self.floor = max(moved / BYTES_PER_MS, products / MULTIPLY_ADDS_PER_MS)
@@ -206,6 +230,41 @@ class Timed:
         taken = grouped_kernel(*one, self.out, None, given, [1e-5], tile)
         assert taken, f"{self.layer} was refused"
 
+    def gradient_specs(self) -> list[KernelSpec]:
+        """Of the gradients by x and by the weight."""
+        inputs = self.layer.channels // self.layer.groups
+        given = inputs, inputs, torch.bfloat16
+        return [input_spec_of(*given), weight_spec_of(*given)]
+
+    def gradient(self, of_weight: bool, tile: Sequence[int] = ()) -> None:
+        """Of `out` as dz."""
+        spec, window, groups = self.gradient_specs()[of_weight], self.window, self.layer.groups
+        if of_weight:
+            taken = grouped_weight(spec, self.x, self.out, window, groups, self.dw, tile)
+        else:
+            taken = grouped_input(spec, self.out, self.weight, window, groups, self.dx)
+        assert taken, f"a gradient of {self.layer} was refused"
+
+    def librarys(self, of_weight: bool) -> Tensor:
+        given = self.out, self.x, self.weight
+        return _gradients(*given, self.window, self.layer.groups, not of_weight, of_weight)[
+            of_weight
+        ]
+
+    def errors_of_gradients(self) -> list[float]:
+        """Against float64, in so few samples that it takes no time: others' dz is 0."""
+        few = slice(None, None, 32)
+        dz = torch.zeros_like(self.out)
+        dz[few] = torch.randn_like(self.out[few])
+        self.out.copy_(dz)
+        self.dx.fill_(float("nan"))
+        self.dw.fill_(float("nan"))
+        for of_weight in (False, True):
+            self.gradient(of_weight)
+        given = dz[few].double(), self.x[few].double(), self.weight.double()
+        exact = _gradients(*given, self.window, self.layer.groups, True, True)
+        return [relative(self.dx[few], exact[0]), relative(self.dw, exact[1])]
+
     def alone(self) -> Tensor:
         (pad, *_), (stride, _) = self.window.padding, self.window.stride
         return F.conv2d(self.x, self.weight, None, stride, pad, 1, self.layer.groups)
@@ -231,39 +290,33 @@ class Timed:
 
 def timing(failures: list[str], nets: Sequence[str]) -> list[str]:
     """A table for each net, whose last line is the sum over its layers."""
+    heads = ["", "count", "floor, ms", "convolution", "and a pass", "ours", "dx", "ours", "dw"]
     tables = []
     for net in nets:
         rows: list[list[object]] = []
-        sums = [0.0] * 4
+        sums = [0.0] * 8
         for layer, count in NETS[net]().items():
-            floor, alone, apart, ours, error = _times(layer, failures)
+            times = _times(layer, failures)
             name = f"{layer.groups} × {layer.channels // layer.groups}, {layer.side}²"
-            name += f" / {layer.stride}"
-            rows.append([name, count, floor, alone, apart, ours, ours / floor, alone / ours, error])
-            for i, ms in enumerate((floor, alone, apart, ours)):
-                sums[i] += count * ms
-        floor, alone, apart, ours = sums
-        count = sum(NETS[net]().values())
-        rows.append([net, count, *sums, ours / floor, alone / ours, 0.0])
-        heads = ["", "count", "floor, ms", "convolution", "and a pass", "ours", "× floor", "gain"]
-        formats = ["", "d", ".4f", ".4f", ".4f", ".4f", ".2f", ".2f", ".1e"]
-        tables.append(tabulate(rows, [*heads, "error"], floatfmt=formats))
+            rows.append([f"{name} / {layer.stride}", count, *times])
+            sums = [total + count * ms for total, ms in zip(sums, times)]
+        rows.append([net, sum(NETS[net]().values()), *sums])
+        tables.append(tabulate(rows, [*heads, "ours"], floatfmt=".4f"))
     return tables
 
 
 def _times(layer: Layer, failures: list[str]) -> list[float]:
-    """ms: the floor, of the bare convolution, with a pass, ours; and our error."""
+    """ms: the floor; the library's convolution, with a pass, ours; of each gradient the library's
+    and ours."""
     timed = Timed(layer)
-    error = timed.error()
-    if not error <= ROUNDED[torch.bfloat16]:
-        failures.append(f"{layer}: error {error:.1e}")
-    calls: dict[str, Callable[[], object]] = {
-        "alone": timed.alone,
-        "apart": timed.with_a_pass(),
-        "ours": timed.ours,
-    }
-    ms = gpu_ms(calls, [], CUDA)
-    return [timed.floor, ms["alone"], ms["apart"], ms["ours"], error]
+    for error in (timed.error(), *timed.errors_of_gradients()):
+        if not error <= ROUNDED[torch.bfloat16]:
+            failures.append(f"{layer}: error {error:.1e}")
+    calls: list[Callable[[], object]] = [timed.alone, timed.with_a_pass(), timed.ours]
+    for of_weight in (False, True):
+        calls += [partial(timed.librarys, of_weight), partial(timed.gradient, of_weight)]
+    ms = gpu_ms({str(i): call for i, call in enumerate(calls)}, [], CUDA)
+    return [timed.floor, *ms.values()]
 
 
 def main() -> int:
@@ -274,7 +327,8 @@ def main() -> int:
     done = harness.progress()
     layers = {layer for net in nets for layer in NETS[net]()}
     meta = torch.device("meta")
-    wanted = list({spec: 0 for layer in layers for spec in Timed(layer, meta).specs()})
+    timed = [Timed(layer, meta) for layer in layers]
+    wanted = [*dict.fromkeys(spec for t in timed for spec in (*t.specs(), *t.gradient_specs()))]
     load.prepare(wanted, CUDA)
     done(f"built {len(wanted)}")
     failures: list[str] = []

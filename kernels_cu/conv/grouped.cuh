@@ -30,11 +30,11 @@ __device__ __forceinline__ void multiply(const GroupedArgs& args, const uint8_t*
   const auto lane = static_cast<int>(ptx::thread_index() % 32);
   // ldmatrix addresses. Pixels: eight and the next eight, then both for the second vector of k.
   // Weights: both vectors of k for eight rows, then for the next eight.
-  const auto* place = reinterpret_cast<const Place*>(storage + args.places_at);
+  const auto* first_tap = reinterpret_cast<const int32_t*>(storage + args.first_taps_at);
   uint32_t pixel[kGroupedRows];
 #pragma unroll
   for (int m = 0; m < kGroupedRows; ++m) {
-    pixel[m] = pixels + place[(batch * kGroupedRows + m) * kGroupedRow + lane % 16].from;
+    pixel[m] = pixels + first_tap[(batch * kGroupedRows + m) * kGroupedRow + lane % 16];
   }
   const auto* tap = reinterpret_cast<const int32_t*>(storage + args.taps_at) + lane / 16;
   uint32_t row[2];  // of the last pair, whose second half may be no tile
@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply(const GroupedArgs& args, const uint8_t*
     row[0] += 32;
     row[1] += 32;
   };
-#pragma unroll 1
+#pragma unroll 2
   for (int i = 0; i < args.k_vectors / 2; ++i) {
     step([](float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
       ptx::mma_m16n8k16<X>(d, a, b0, b1);
@@ -95,37 +95,39 @@ __device__ __forceinline__ void convolve(const GroupedArgs& args) {
   int tile = static_cast<int>(divide(blockIdx.x, args.slices));
   uint32_t patch = shared + args.patch_at;
   uint32_t other = args.buffers == 2 ? patch + args.patch_bytes : patch;
-  feed<kAtOnce>(args, tile, patch);
-  keep_weights<S>(args, storage);
-  keep_channels<S>(args, storage);
+  keep_sources(args, storage);
+  keep_places(args, args.out_stride, storage);
   keep_taps(args, storage);
-  keep_places(args, storage);
+  keep_channels<S>(args, storage);
   tail.stage();
+  __syncthreads();
+  feed<kAtOnce>(args, storage, tile, patch);
+  keep_weights<S>(args, storage);
 
-  // Jobs of one unit in a slice.
-  const int of_unit = S::kUnits > 1 ? 1 : (args.slice_tiles + S::kTiles - 1) / S::kTiles;
   const int jobs = args.batches * static_cast<int>(args.jobs.size);
 #pragma unroll 1
   for (; tile < args.tiles; tile += args.workers) {
     ptx::copy_async_wait();
     __syncthreads();
     const int next = tile + args.workers;
-    if (args.buffers == 2 && next < args.tiles) feed<kAtOnce>(args, next, other);
-    const Corner corner = Corner::of(args, tile);
+    if (args.buffers == 2 && next < args.tiles) feed<kAtOnce>(args, storage, next, other);
+    const Target target = Target::of(args, tile);
 #pragma unroll 1
     for (int job = warp; job < jobs; job += kGroupedWarps) {
       const auto batch = static_cast<int>(divide(static_cast<uint32_t>(job), args.jobs));
       const int across = job - batch * static_cast<int>(args.jobs.size);
       const int row = across * S::kJobChannels;
-      const int unit = S::kUnits > 1 ? across * S::kUnits : across / of_unit;
+      const int unit =
+          S::kUnits > 1 ? across * S::kUnits
+                        : static_cast<int>(divide(static_cast<uint32_t>(across), args.unit_jobs));
       Sums<S> sum = {};
       multiply<S>(args, storage, patch + unit * args.unit_vectors * 16,
                   shared + args.weights_at + row * args.weight_pitch, batch, sum);
-      tail.finish(corner, batch, row, sum);
+      tail.finish(target, batch, row, sum);
     }
     if (args.buffers == 1 && next < args.tiles) {
       __syncthreads();
-      feed<kAtOnce>(args, next, other);
+      feed<kAtOnce>(args, storage, next, other);
     }
     const uint32_t read = patch;
     patch = other;
@@ -146,10 +148,7 @@ __device__ __forceinline__ void run(const GroupedArgs& args) {
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr int kBlocks = 1;
 #else
-#ifndef FX_FUSER_GROUPED_BLOCKS
-#define FX_FUSER_GROUPED_BLOCKS 2
-#endif
-constexpr int kBlocks = FX_FUSER_GROUPED_BLOCKS;
+constexpr int kBlocks = 2;
 #endif
 
 }  // namespace fx_fuser::grouped

@@ -29,11 +29,13 @@ constexpr int kGroupedReserved = 1 << 10;            // bytes that the driver re
 constexpr int kGroupedHighest = 1 << 14;             // bound of rows, columns, strides, paddings
 constexpr int kGroupedMostPixels = 512;              // per tile
 
-// Where a pixel of a tile is in it: image, row, column.
-constexpr int kGroupedImageAt = 20;
-constexpr int kGroupedLineAt = 10;
-constexpr int kGroupedMostLines = 1 << 10;
-static_assert(kGroupedMostPixels <= kGroupedMostLines);
+// Where row and image are in a packed position, of a tile or a patch; below each part and at the
+// top is a guard bit.
+constexpr int kGroupedLineAt = 11;
+constexpr int kGroupedImageAt = 22;
+constexpr int kGroupedMostLines = 1 << (kGroupedLineAt - 1);  // of a patch
+constexpr int kGroupedMostImages = 1 << 8;
+static_assert(kGroupedMostPixels < kGroupedMostLines);
 
 // Units in a job, given the products side by side of one.
 constexpr int grouped_units(int tiles) { return tiles > 2 ? 1 : kGroupedMostTiles / tiles; }
@@ -97,7 +99,9 @@ struct GroupedPatches {
   int32_t buffers;      // of patches: 1 or 2
   // Bytes in shared memory.
   int32_t taps_at;
+  int32_t first_taps_at;
   int32_t places_at;
+  int32_t sources_at;
   int32_t patch_at;
   int32_t patch_bytes;
 };
@@ -110,9 +114,10 @@ struct GroupedArgs : GroupedPatches {
   float scalar[kMaxScalars];
   int64_t out_stride[3];  // of samples, rows, columns, in elements; also of c
   int64_t weight_stride[4];
-  int64_t weight_group;       // stride
-  bool weight_takes_vectors;  // [o][kernel_h][kernel_w][c / groups], a tap's channels are vectors
-  Divisor<uint32_t> jobs;     // of a slice, for two rows of products
+  int64_t weight_group;         // stride
+  bool weight_takes_vectors;    // [o][kernel_h][kernel_w][c / groups], a tap's channels are vectors
+  Divisor<uint32_t> jobs;       // of a slice, for two rows of products
+  Divisor<uint32_t> unit_jobs;  // of those, of one unit; else 1
   // Bytes in shared memory. Leaves are first.
   int32_t weight_pitch;  // of output channels, an odd number of vectors
   int32_t channels_at;

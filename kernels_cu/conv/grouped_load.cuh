@@ -127,14 +127,39 @@ __device__ __forceinline__ void keep_taps(const GroupedPatches& args, uint8_t* s
   }
 }
 
-// Of each pixel of a tile: where its first tap is in the patch, in bytes; where it is in the tile,
-// -1 if it is in none.
+// Positions in a tile or a patch are packed: column, row and image, each below a guard bit, so that
+// one subtraction compares all three.
+constexpr uint32_t kGuards = 1u << (kGroupedLineAt - 1) | 1u << (kGroupedImageAt - 1) | 1u << 31;
+constexpr uint32_t kNowhere = ~kGuards;  // beyond every limit
+
+__device__ __forceinline__ uint32_t pack_position(int image, int row, int column) {
+  return static_cast<uint32_t>(image << kGroupedImageAt | row << kGroupedLineAt | column);
+}
+
+// Is every part of `position` at most that of `limit`?
+__device__ __forceinline__ bool is_within(uint32_t position, uint32_t limit) {
+  return (((limit | kGuards) - position) & kGuards) == kGuards;
+}
+
+// Of a pixel of the result, in a tile: its position, and where it is from the tile's first pixel,
+// in elements.
 struct Place {
-  int32_t from;
+  uint32_t position;
   int32_t to;
 };
 
-__device__ __forceinline__ void keep_places(const GroupedPatches& args, uint8_t* storage) {
+// Of a pixel of a patch: where it is in x, in vectors, and in shared memory, in bytes, from the
+// patch's first pixel; its position.
+struct alignas(16) Source {
+  int32_t from;
+  int32_t to;
+  uint32_t position;
+};
+
+// out_stride: of samples, rows and columns.
+__device__ __forceinline__ void keep_places(const GroupedPatches& args, const int64_t* out_stride,
+                                            uint8_t* storage) {
+  auto* first_tap = reinterpret_cast<int32_t*>(storage + args.first_taps_at);
   auto* place = reinterpret_cast<Place*>(storage + args.places_at);
   const int plane = args.tile_rows * args.tile_columns;
   const int pitch = args.phase_columns * static_cast<int>(args.stride_w.size);
@@ -147,8 +172,30 @@ __device__ __forceinline__ void keep_places(const GroupedPatches& args, uint8_t*
     const int row = pixel % plane / args.tile_columns;
     const int column = pixel % args.tile_columns;
     const int line = image * static_cast<int>(args.patch_rows.size) + row * args.stride[0];
-    place[i] = {(line * pitch + column) * args.pixel_bytes,
-                exists ? image << kGroupedImageAt | row << kGroupedLineAt | column : -1};
+    first_tap[i] = (line * pitch + column) * args.pixel_bytes;
+    place[i] = {
+        exists ? pack_position(image, row, column) : kNowhere,
+        static_cast<int32_t>(image * out_stride[0] + row * out_stride[1] + column * out_stride[2])};
+  }
+}
+
+__device__ __forceinline__ int patch_pixels(const GroupedPatches& args) {
+  return static_cast<int>(args.patch_columns.size * args.patch_rows.size) * args.tile_images;
+}
+
+__device__ __forceinline__ void keep_sources(const GroupedPatches& args, uint8_t* storage) {
+  auto* source = reinterpret_cast<Source*>(storage + args.sources_at);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < patch_pixels(args); i += kGroupedThreads) {
+    const uint32_t line = divide(static_cast<uint32_t>(i), args.patch_columns);
+    const auto image = static_cast<int>(divide(line, args.patch_rows));
+    const auto column = static_cast<int>(i - line * args.patch_columns.size);
+    const auto row = static_cast<int>(line - image * args.patch_rows.size);
+    const uint32_t across = divide(static_cast<uint32_t>(column), args.stride_w);
+    const uint32_t phase = column - across * args.stride_w.size;
+    const uint32_t to = (line * args.stride_w.size + phase) * args.phase_columns + across;
+    source[i] = {image * args.x_stride[0] + row * args.x_stride[1] + column * args.x_stride[2],
+                 static_cast<int32_t>(to) * args.pixel_bytes, pack_position(image, row, column)};
   }
 }
 
@@ -166,41 +213,55 @@ struct Corner {
             static_cast<int>(line - images * args.tiles_y.size) * args.tile_rows,
             static_cast<int>(at - line * args.tiles_x.size) * args.tile_columns};
   }
+
+  // The tile's last pixel in the result, as a position in the tile.
+  __device__ __forceinline__ uint32_t limit(const GroupedPatches& args) const {
+    return pack_position(min(args.samples - image, args.tile_images) - 1,
+                         min(args.out_h - row, args.tile_rows) - 1,
+                         min(args.out_w - column, args.tile_columns) - 1);
+  }
+};
+
+// The pixels of a patch that are in the image, of one dimension: first to last. `at`: where the
+// patch begins.
+struct Inside {
+  int first;
+  int last;
+
+  static __device__ __forceinline__ Inside of(int at, int size, uint32_t length) {
+    const Inside found{max(-at, 0), min(size - at, static_cast<int>(length)) - 1};
+    return found.first <= found.last ? found : Inside{kGroupedMostLines - 1, 0};
+  }
 };
 
 // Copies a tile's patch of x, zeros outside of the images, kAtOnce vectors of a thread without a
-// branch. Visible after ptx::copy_async_wait() and
-// a barrier.
+// branch. Visible after ptx::copy_async_wait() and a barrier.
 template <int kAtOnce>
-__device__ __forceinline__ void feed(const GroupedPatches& args, int tile, uint32_t patch) {
+__device__ __forceinline__ void feed(const GroupedPatches& args, const uint8_t* storage, int tile,
+                                     uint32_t patch) {
   const Corner corner = Corner::of(args, tile);
   const int top = corner.row * args.stride[0] - args.top;
   const int left = corner.column * args.stride[1] - args.left;
   const int first = Slice::self(args).unit * args.unit_vectors;
   const int behind = args.units * args.unit_vectors - first;
-  const auto pixels =
-      static_cast<int>(args.patch_columns.size * args.patch_rows.size) * args.tile_images;
-  const int count = pixels * static_cast<int>(args.slice_vectors.size);
+  const auto* source = reinterpret_cast<const Source*>(storage + args.sources_at);
+  const Inside rows = Inside::of(top, args.h, args.patch_rows.size);
+  const Inside columns = Inside::of(left, args.w, args.patch_columns.size);
+  const uint32_t from = pack_position(0, rows.first, columns.first);
+  const uint32_t last = pack_position(min(args.samples - corner.image, args.tile_images) - 1,
+                                      rows.last, columns.last);
   const auto* x = static_cast<const uint4*>(args.x);
-  const int from =
+  const int origin =
       corner.image * args.x_stride[0] + top * args.x_stride[1] + left * args.x_stride[2] + first;
+  const int count = patch_pixels(args) * static_cast<int>(args.slice_vectors.size);
 #pragma unroll kAtOnce
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kGroupedThreads) {
     const uint32_t pixel = divide(static_cast<uint32_t>(i), args.slice_vectors);
-    const uint32_t line = divide(pixel, args.patch_columns);
-    const uint32_t image = divide(line, args.patch_rows);
     const auto vector = static_cast<int>(i - pixel * args.slice_vectors.size);
-    const auto column = static_cast<int>(pixel - line * args.patch_columns.size);
-    const auto row = static_cast<int>(line - image * args.patch_rows.size);
-    const auto across = divide(static_cast<uint32_t>(column), args.stride_w);
-    const uint32_t phase = column - across * args.stride_w.size;
-    const uint32_t to = (line * args.stride_w.size + phase) * args.phase_columns + across;
-    const bool reads = corner.image + static_cast<int>(image) < args.samples &&
-                       is_below(top + row, args.h) && is_below(left + column, args.w) &&
-                       vector < behind;
-    const int at = from + static_cast<int>(image) * args.x_stride[0] + row * args.x_stride[1] +
-                   column * args.x_stride[2] + vector;
-    ptx::copy_async_16(patch + to * args.pixel_bytes + vector * 16, x + (reads ? at : 0),
+    const Source of = source[pixel];
+    const bool reads =
+        vector < behind && is_within(from, of.position) && is_within(of.position, last);
+    ptx::copy_async_16(patch + of.to + vector * 16, x + (reads ? origin + of.from + vector : 0),
                        reads ? 16 : 0);
   }
 }

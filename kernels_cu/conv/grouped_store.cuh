@@ -21,15 +21,24 @@ struct Pixel {
   int row;
   int column;
 
-  // exists: false if the tile's pixel is outside of the result.
-  static __device__ __forceinline__ Pixel of(const GroupedPatches& args, const Corner& corner,
-                                             int at, bool& exists) {
-    const Pixel pixel{corner.image + (at >> kGroupedImageAt),
-                      corner.row + (at >> kGroupedLineAt) % kGroupedMostLines,
-                      corner.column + at % kGroupedMostLines};
-    exists = at >= 0 && pixel.sample < args.samples && pixel.row < args.out_h &&
-             pixel.column < args.out_w;
-    return pixel;
+  static __device__ __forceinline__ Pixel of(const Corner& corner, uint32_t position) {
+    return {corner.image + static_cast<int>(position >> kGroupedImageAt),
+            corner.row + static_cast<int>(position >> kGroupedLineAt) % kGroupedMostLines,
+            corner.column + static_cast<int>(position) % kGroupedMostLines};
+  }
+};
+
+// A tile of the result.
+struct Target {
+  Corner corner;
+  uint32_t limit;  // the last position that exists
+  int64_t to;      // where its first pixel is, in elements
+
+  static __device__ __forceinline__ Target of(const GroupedArgs& args, int tile) {
+    const Corner corner = Corner::of(args, tile);
+    return {corner, corner.limit(args),
+            corner.image * args.out_stride[0] + corner.row * args.out_stride[1] +
+                corner.column * args.out_stride[2]};
   }
 };
 
@@ -125,9 +134,10 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
   }
 
   // One of a job's rows of products, which the warp puts into its stage to have the channels of a
-  // pixel side by side.
+  // pixel side by side. Without branches, so that what an epilogue makes of leaves alone is made
+  // once.
   __device__ __forceinline__ void finish_row(
-      const Corner& corner, const Place* place, int channel,
+      const Target& target, const Place* place, int channel,
       const float (&leaf)[S::kLeaves > 0 ? S::kLeaves : 1][kQuad],
       const float (&sum)[S::kJobTiles][4], float* stage) const {
     const auto lane = static_cast<int>(ptx::thread_index() % 32);
@@ -145,21 +155,23 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int at = lane / kQuads + pass * kAtOnce;
-      bool exists = false;
-      const Pixel pixel = Pixel::of(args, corner, place[min(at, kGroupedRow - 1)].to, exists);
-      if (!exists || channel < 0 || at >= kGroupedRow) continue;
+      const int at = min(lane / kQuads + pass * kAtOnce, kGroupedRow - 1);
+      const bool is_new =
+          (pass + 1) * kAtOnce <= kGroupedRow || lane / kQuads + pass * kAtOnce < kGroupedRow;
+      const Place mine = place[at];
+      const bool exists = is_new && channel >= 0 && is_within(mine.position, target.limit);
       const float4 four =
           *reinterpret_cast<const float4*>(stage + at * kPitch + lane % kQuads * kQuad);
       float z[kQuad] = {four.x, four.y, four.z, four.w};
+      const Pixel pixel = Pixel::of(target.corner, exists ? mine.position : 0);
       if constexpr (S::kMixed) {
 #pragma unroll
         for (int e = 0; e < kQuad; ++e) {
-          if (isnan(z[e])) z[e] = exact_sum<typename S::X>(args, pixel, channel + e);
+          if (exists && isnan(z[e])) z[e] = exact_sum<typename S::X>(args, pixel, channel + e);
         }
       }
       Vectors vectors;
-      (load<kOperand, In>(pixel, channel, vectors), ...);
+      (load<kOperand, In>(pixel, max(channel, 0), vectors), ...);
       const auto value_of = [&](auto packed, int index, int e) {
         return index < S::kLeaves ? leaf[index < S::kLeaves ? index : 0][e]
                                   : convert<float>(packed[e]);
@@ -171,16 +183,15 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
                                          value_of(vector_of<kOperand>(vectors), kOperand, e)...};
         value[e] = static_cast<float>(Epilogue{}(in, scalar));
       }
-      const int64_t to = pixel.sample * args.out_stride[0] + pixel.row * args.out_stride[1] +
-                         pixel.column * args.out_stride[2] + channel;
-      if (args.c != nullptr) store_quad(static_cast<typename S::X*>(args.c) + to, z);
-      store_quad(static_cast<typename S::Out*>(args.out) + to, value);
+      const int64_t to = target.to + channel + mine.to;
+      if (exists && args.c != nullptr) store_quad(static_cast<typename S::X*>(args.c) + to, z);
+      if (exists) store_quad(static_cast<typename S::Out*>(args.out) + to, value);
     }
     __syncwarp();
   }
 
   // row: the job's first row of weights. batch: its rows of products.
-  __device__ __forceinline__ void finish(const Corner& corner, int batch, int row,
+  __device__ __forceinline__ void finish(const Target& target, int batch, int row,
                                          const Sums<S>& sum) const {
     const auto thread = static_cast<int>(ptx::thread_index());
     const int lane = thread % 32;
@@ -204,7 +215,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
                         batch * kGroupedRows * kGroupedRow;
 #pragma unroll
     for (int m = 0; m < kGroupedRows; ++m) {
-      finish_row(corner, place + m * kGroupedRow, channel, leaf, sum[m], stage);
+      finish_row(target, place + m * kGroupedRow, channel, leaf, sum[m], stage);
     }
   }
 };

@@ -20,7 +20,7 @@
 namespace fx_fuser::grouped_weight {
 
 using grouped::Corner;
-using grouped::Pixel;
+using grouped::is_within;
 using grouped::Place;
 using grouped::Slice;
 
@@ -56,7 +56,11 @@ __device__ __forceinline__ void feed_gradient(const GroupedWeightArgs& args, uin
   const Slice slice = Slice::self(args);
   const int first = slice.unit * args.unit_tiles + slice.tile;
   const int behind = args.outputs / 8 - first;
+  const uint32_t limit = corner.limit(args);
+  const int origin = corner.image * args.dz_stride[0] + corner.row * args.dz_stride[1] +
+                     corner.column * args.dz_stride[2] + first;
   const auto* place = reinterpret_cast<const Place*>(storage + args.places_at);
+  const auto* first_tap = reinterpret_cast<const int32_t*>(storage + args.first_taps_at);
   const int count =
       args.batches * kGroupedRows * kGroupedRow * static_cast<int>(args.dz_vectors.size);
   const auto* dz = static_cast<const uint4*>(args.dz);
@@ -64,14 +68,12 @@ __device__ __forceinline__ void feed_gradient(const GroupedWeightArgs& args, uin
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kGroupedThreads) {
     const auto pixel = static_cast<int>(divide(static_cast<uint32_t>(i), args.dz_vectors));
     const int vector = i - pixel * static_cast<int>(args.dz_vectors.size);
-    bool exists = false;
-    const Pixel at = Pixel::of(args, corner, place[pixel].to, exists);
-    if (vector == 0) pixels[pixel] = exists ? place[pixel].from : 0;
+    const Place at = place[pixel];
+    const bool exists = is_within(at.position, limit);
+    if (vector == 0) pixels[pixel] = exists ? first_tap[pixel] : 0;
     const bool reads = exists && vector < behind;
-    const int from = at.sample * args.dz_stride[0] + at.row * args.dz_stride[1] +
-                     at.column * args.dz_stride[2] + first + vector;
-    ptx::copy_async_16(to + pixel * args.dz_pitch + vector * 16, dz + (reads ? from : 0),
-                       reads ? 16 : 0);
+    ptx::copy_async_16(to + pixel * args.dz_pitch + vector * 16,
+                       dz + (reads ? origin + at.to + vector : 0), reads ? 16 : 0);
   }
 }
 
@@ -186,12 +188,14 @@ __device__ __forceinline__ void run(const GroupedWeightArgs& args) {
   const auto worker = static_cast<int>(divide(blockIdx.x, args.slices));
   const Role role = Role::self(args, S::kSteps);
   grouped::keep_taps(args, storage);
-  grouped::keep_places(args, storage);
+  const int64_t dz_stride[] = {args.dz_stride[0], args.dz_stride[1], args.dz_stride[2]};
+  grouped::keep_places(args, dz_stride, storage);
+  grouped::keep_sources(args, storage);
   __syncthreads();
   int tile = worker;
   int buffer = 0;
   const auto feed = [&](int of, int into) {
-    grouped::feed<S::kAtOnce>(args, of, shared + args.patch_at + into * args.patch_bytes);
+    grouped::feed<S::kAtOnce>(args, storage, of, shared + args.patch_at + into * args.patch_bytes);
     feed_gradient<S::kAtOnce>(args, storage, of, into);
   };
   feed(tile, buffer);

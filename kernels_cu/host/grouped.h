@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -156,15 +157,26 @@ bool describe(const GroupedWindow& of, const GroupedCut& cut, const Tensor& x,
   args.pixel_bytes = as_int(cut.pixel_bytes);
   args.buffers = as_int(tile.buffers);
   args.taps_at = as_int(cut.taps_at);
+  args.first_taps_at = as_int(cut.first_taps_at);
   args.places_at = as_int(cut.places_at);
+  args.sources_at = as_int(cut.sources_at);
   args.patch_at = as_int(cut.patch_at);
   args.patch_bytes = as_int(cut.patch_bytes);
   return true;
 }
 
+// Can the kernel count a tile's elements?
+bool is_counted(const GroupedTile& tile, const int64_t (&stride)[3]) {
+  const int64_t last =
+      (tile.images - 1) * stride[0] + (tile.rows - 1) * stride[1] + (tile.columns - 1) * stride[2];
+  return last <= std::numeric_limits<int32_t>::max();
+}
+
 void launch_grouped(const GroupedKernels& kernels, const GroupedCut& cut, int device,
                     GroupedArgs& args) {
+  const int64_t units = grouped_units(kernels.tiles) > 1 ? cut.jobs : cut.tile.slice_units;
   args.jobs = make_divisor(static_cast<uint32_t>(cut.jobs));
+  args.unit_jobs = make_divisor(static_cast<uint32_t>(cut.jobs / units));
   args.weight_pitch = as_int(cut.weight_pitch);
   args.channels_at = as_int(cut.channels_at);
   args.weights_at = as_int(cut.weights_at);
@@ -214,6 +226,7 @@ bool run_grouped(const GroupedKernels& kernels, const Tensor& x, const Tensor& w
   args.c = c ? c->data_ptr() : nullptr;
   const ImageSize dense = channels_last_strides(of.window.out_size());
   for (int i = 0; i < 3; ++i) args.out_stride[i] = dense[i == 0 ? 0 : i + 1];
+  if (!is_counted(cut.tile, args.out_stride)) return false;
   std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
   for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
     const Tensor& operand = epilogue.tensors[i];
@@ -339,6 +352,7 @@ bool run_grouped_input(const GroupedKernels& kernels, const Tensor& dz, const Te
       args.out_stride[0] = dense[0];
       args.out_stride[1] = window.stride[0] * dense[2];
       args.out_stride[2] = window.stride[1] * dense[3];
+      if (!is_counted(cut.tile, args.out_stride)) return false;
       calls.emplace_back(cut, args);
     }
   }

@@ -77,7 +77,9 @@ struct GroupedCut {
   double cost;  // cycles of a multiprocessor, modelled
   // Bytes in shared memory.
   int64_t taps_at;
+  int64_t first_taps_at;
   int64_t places_at;
+  int64_t sources_at;
   int64_t patch_at;
   int64_t shared_bytes;
   // Of the convolution.
@@ -138,13 +140,25 @@ struct GroupedShared {
   }
 };
 
+// What both kernels keep of a tile's and a patch's pixels.
+void place_tables(GroupedCut& cut, int64_t k_vectors, GroupedShared& shared) {
+  const int64_t pixels = cut.batches * kGroupedRows * kGroupedRow;
+  cut.taps_at = shared.take(k_vectors * 4);
+  cut.first_taps_at = shared.take(pixels * 4);
+  cut.places_at = shared.take(pixels * 8);
+  cut.sources_at = shared.take(cut.tile.images * cut.patch_rows * cut.patch_columns * 16);
+}
+
 // Blocks, and the modelled cost, of tiles for which a multiprocessor needs so many cycles of
 // products and copies so many bytes. Copies are counted at 12 bytes a cycle; they overlap with
 // products if there is another block or another patch.
 void finish(GroupedCut& cut, const GroupedLimits& limits, double products, double bytes) {
   cut.resident =
       std::min(limits.resident, limits.shared_bytes / (cut.shared_bytes + kGroupedReserved));
-  if (cut.resident == 0 || cut.tile.pixels() > kGroupedMostPixels) {
+  const bool is_packed = cut.tile.images <= kGroupedMostImages &&
+                         cut.patch_rows < kGroupedMostLines &&
+                         cut.patch_columns < kGroupedMostLines;
+  if (cut.resident == 0 || cut.tile.pixels() > kGroupedMostPixels || !is_packed) {
     cut.resident = 0;
     return;
   }
@@ -177,8 +191,7 @@ GroupedCut cut_into(const GroupedWindow& of, const GroupedTile& tile, const Grou
   GroupedShared shared;
   shared.take(limits.leaves * channels * 4);
   cut.channels_at = shared.take(channels * 4);
-  cut.taps_at = shared.take(k_even * 4);
-  cut.places_at = shared.take(cut.batches * kGroupedRows * kGroupedRow * 8);
+  place_tables(cut, k_even, shared);
   cut.weights_at = shared.take(channels * cut.weight_pitch);
   cut.stage_at = shared.take(kGroupedWarps * grouped_stage_bytes(tiles));
   cut.patch_at = shared.take(tile.buffers * cut.patch_bytes);
@@ -212,8 +225,7 @@ GroupedCut cut_weight_into(const GroupedWindow& of, const GroupedTile& tile,
   cut.dz_pitch = odd_vectors(dz_vectors);
   cut.dz_bytes = rows * kGroupedRow * cut.dz_pitch;
   GroupedShared shared;
-  cut.taps_at = shared.take(of.k_vectors() * 4);
-  cut.places_at = shared.take(rows * kGroupedRow * 8);
+  place_tables(cut, ceil_div(of.k_vectors(), 2) * 2, shared);
   cut.patch_at = shared.take(tile.buffers * cut.patch_bytes);
   cut.pixels_at = shared.take(tile.buffers * rows * kGroupedRow * 4);
   cut.dz_at = shared.take(tile.buffers * cut.dz_bytes);
@@ -285,19 +297,19 @@ GroupedCut best_cut(const GroupedWindow& of, const GroupedLimits& limits, bool o
 
 // [slice's units, slice's tiles, images, rows, columns, buffers, blocks a multiprocessor, slices,
 // tiles, workers, bytes of shared memory]; empty if no kernel supports these sizes or operands.
-// sizes: as in `conv_shape_of`. tiles: the kernel's. tile: the first six, or empty for the best.
+// sizes: as in `conv_shape_of`. tiles: the kernel's. of_weight: of the gradient by the weight.
 std::vector<int64_t> grouped_cut(const std::vector<int64_t>& sizes,
                                  const std::vector<int64_t>& stride,
                                  const std::vector<int64_t>& dilation, int64_t groups,
                                  int64_t tiles, int64_t leaves, int64_t operands,
-                                 int64_t multiprocessors, int64_t shared_bytes) {
+                                 int64_t multiprocessors, int64_t shared_bytes, bool of_weight) {
   const GroupedWindow of{window_of(conv_shape_of(sizes), stride, dilation), groups};
   if (!grouped_takes(of) || operands > kGroupedMaxOperands ||
       operands - leaves > kGroupedMaxOthers) {
     return {};
   }
-  const GroupedCut cut =
-      best_cut(of, {tiles, leaves, 2, 2, multiprocessors, shared_bytes + kGroupedReserved}, false);
+  const GroupedCut cut = best_cut(
+      of, {tiles, leaves, 2, 2, multiprocessors, shared_bytes + kGroupedReserved}, of_weight);
   if (cut.resident == 0) return {};
   const GroupedTile& tile = cut.tile;
   return {tile.slice_units, tile.slice_tiles, tile.images,     tile.rows,

@@ -67,7 +67,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "int operands, int held, int multiprocessors, int shared_bytes) -> int[]");
   m.def(
       "grouped_cut(int[] sizes, int[] stride, int[] dilation, int groups, int tiles, int leaves, "
-      "int operands, int multiprocessors, int shared_bytes) -> int[]");
+      "int operands, int multiprocessors, int shared_bytes, bool of_weight) -> int[]");
   m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
       "int[]");

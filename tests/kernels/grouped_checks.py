@@ -19,7 +19,13 @@ from benchmarks.grouped import Form, grouped_input, grouped_weight, run, spec_of
 from benchmarks.implicit import LAST, Window
 from benchmarks.sm90 import CUDA, relative
 from benchmarks.stem import rounded
-from fx_fuser.kernels.grouped import grouped_tiles, input_spec_of, unit_of, weight_spec_of
+from fx_fuser.kernels.grouped import (
+    grouped_cut,
+    grouped_tiles,
+    input_spec_of,
+    unit_of,
+    weight_spec_of,
+)
 
 # Channels of a group, of x and of the result.
 GROUPS = (
@@ -351,9 +357,11 @@ def gradients(failures: list[str], cases: int, seed: int, side: int = 60) -> Non
         results = [framed(like, dtype, 64)[0] for _ in range(2)]
         spec = weight_spec_of(inputs, outputs, dtype)
         takes = [grouped_weight(spec, x, dz, window, groups, dw) for dw in results]
+        numbers = window.stride, window.padding, window.dilation, groups
+        cut = grouped_cut(x.shape, weight.shape, *numbers, of_weight=True)
+        if takes[0] != bool(cut):
+            failures.append(f"{what}: dw taken {takes[0]}, but {cut}")
         if not takes[0]:
-            if unit_of(inputs, outputs) * inputs * weight[0, 0].numel() <= 9 * 64:
-                failures.append(f"{what}: dw was refused")
             continue
         if not relative(results[0], dw_exact) <= ROUNDED[dtype]:
             failures.append(f"{what}: error of dw {relative(results[0], dw_exact):.2e}")

@@ -92,6 +92,7 @@ def grouped_cut(
     operands: int | None = None,
     multiprocessors: int = limits.H200.multiprocessors,
     shared_bytes: int = 227 << 10,
+    of_weight: bool = False,
 ) -> list[int]:
     """How the kernel divides a convolution; empty if it refuses it. Needs no GPU.
 
@@ -104,6 +105,7 @@ def grouped_cut(
         leaves: number of the epilogue's tensors that are one number per channel.
         operands: number of all of them; by default there are no others.
         shared_bytes: shared memory that a block may have on the GPU.
+        of_weight: of the gradient by the weight.
 
     Raises:
         BuildError: the shim does not compile or load.
@@ -116,7 +118,7 @@ def grouped_cut(
     tiles = grouped_tiles(unit_of(inputs, outputs) * outputs)
     op = torch.ops.fx_fuser_native.grouped_cut.default
     count = leaves if operands is None else operands
-    gpu = (multiprocessors, shared_bytes)
+    gpu = (multiprocessors, shared_bytes, of_weight)
     cut: list[int] = op(sizes, stride, dilation, groups, tiles, leaves, count, *gpu)
     return cut
 
