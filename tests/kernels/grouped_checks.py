@@ -191,7 +191,7 @@ def tiles(failures: list[str], cases: int, seed: int) -> None:
         weight = weight.to(torch.float16, memory_format=LAST)
         window = Window((choose.randint(1, 2),) * 2, (1, 1, 1, 1))
         exact = convolve(x.double(), weight.double(), window, groups)
-        wanted = None
+        wanted, taken = None, 0
         for _ in range(cases):
             units = choose.randint(1, 3) * max(1, 4 // form.tiles if form.tiles <= 2 else 1)
             whole = unit_of(inputs, inputs) * inputs // 8
@@ -200,13 +200,15 @@ def tiles(failures: list[str], cases: int, seed: int) -> None:
             tile += [choose.randint(1, 14), choose.randint(1, 8), choose.randint(1, 2)]
             out, _ = framed(exact.contiguous(memory_format=LAST), torch.float16, 64)
             if not run(one, x, weight, window, groups, out, tile=tile):
-                failures.append(f"groups of {inputs} in tiles {tile} were refused")
-                continue
+                continue  # its patches do not fit
+            taken += 1
             if not relative(out, exact) <= ROUNDED[torch.float16]:
                 failures.append(f"groups of {inputs} in tiles {tile}: {relative(out, exact):.2e}")
             wanted = out if wanted is None else wanted
             if not torch.equal(out, wanted):
                 failures.append(f"groups of {inputs} in tiles {tile} differ")
+        if taken < cases / 2:
+            failures.append(f"groups of {inputs}: {taken} of {cases} tiles were taken")
 
 
 def special_values(failures: list[str], dtype: torch.dtype) -> None:
