@@ -15,6 +15,7 @@
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
+#include "host/depthwise_gradients.h"
 #include "host/grouped.h"
 #include "host/implicit.h"
 #include "host/linear_combs.h"
@@ -228,6 +229,22 @@ bool conv1d_weight(int64_t handle, const Tensor& x, const Tensor& dz, const Tens
   return run_conv1d_weight(kernels_of<Conv1dWeightKernels>(handle), x, dz, dw, padding);
 }
 
+bool depthwise_turned(int64_t handle, const Tensor& x, const Tensor& weight,
+                      const std::vector<int64_t>& padding, const Tensor& out) {
+  return run_depthwise(kernels_of<DepthwiseKernels>(handle), x, weight, padding, out, std::nullopt,
+                       {{}, {}}, /*turned=*/true);
+}
+
+bool depthwise_input(int64_t handle, const Tensor& dz, const Tensor& weight,
+                     const std::vector<int64_t>& padding, const Tensor& dx) {
+  return run_depthwise_input(kernels_of<DepthwiseInputKernels>(handle), dz, weight, dx, padding);
+}
+
+bool depthwise_weight(int64_t handle, const Tensor& x, const Tensor& dz,
+                      const std::vector<int64_t>& padding, const Tensor& dw) {
+  return run_depthwise_weight(kernels_of<DepthwiseWeightKernels>(handle), x, dz, dw, padding);
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
@@ -257,6 +274,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "depthwise(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "depthwise_turned(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out) -> "
+      "bool");
+  m.def(
+      "depthwise_input(int kernels, Tensor dz, Tensor weight, int[] padding, Tensor(a!) dx) -> "
+      "bool");
+  m.def(
+      "depthwise_weight(int kernels, Tensor x, Tensor dz, int[] padding, Tensor(a!) dw) -> bool");
   m.def(
       "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
@@ -301,6 +326,9 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));
   m.impl("depthwise", TORCH_BOX(&depthwise));
+  m.impl("depthwise_turned", TORCH_BOX(&depthwise_turned));
+  m.impl("depthwise_input", TORCH_BOX(&depthwise_input));
+  m.impl("depthwise_weight", TORCH_BOX(&depthwise_weight));
   m.impl("stem", TORCH_BOX(&stem));
   m.impl("implicit", TORCH_BOX(&implicit));
   m.impl("grouped", TORCH_BOX(&grouped));

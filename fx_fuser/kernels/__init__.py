@@ -24,6 +24,7 @@ from fx_fuser.kernels.attention import window as attention_window
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
 from fx_fuser.kernels.depthwise import Depthwise
+from fx_fuser.kernels.depthwise import training as depthwise_training
 from fx_fuser.kernels.direct import Direct
 from fx_fuser.kernels.exact import Exact
 from fx_fuser.kernels.folded import Folded
@@ -103,7 +104,7 @@ def examples(arch: str) -> list[KernelSpec]:
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
     attentions += attention_window.offered()
     others = [*head_loss.examples(), *planes.examples(), *conv1d.examples(arch)]
-    return [*of_sites, *attentions, *others]
+    return [*of_sites, *attentions, *others, *depthwise_training.examples()]
 
 
 def unavailable(device: torch.device | str | int) -> str | None:

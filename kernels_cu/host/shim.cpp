@@ -17,6 +17,7 @@
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
+#include "host/depthwise_gradients.h"
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/grouped.h"

@@ -24,6 +24,7 @@ import conv_backward_checks
 import conv_checks
 import conv_direct_checks
 import depthwise_checks
+import depthwise_gradient_checks
 import grouped_checks
 import head_loss_checks
 import implicit_checks
@@ -58,6 +59,7 @@ load.prepare([grouped.spec_of(*one) for one in grouped_checks.EXAMPLES], "cuda")
 grouped_checks.sweep(failures, 40, 0, side=20)
 unaligned_checks.sweep(failures, 36, 0, 12, 140, 150)
 conv1d_checks.sweep(failures, 12, 0, 150, 64)
+depthwise_gradient_checks.sweep(failures, 16, 0, 20)
 load.prepare(head_loss.examples(), "cuda")
 head_loss_checks.sweep(failures, 20, 0, (5, 20000))
 load.prepare(window.offered(), "cuda")
@@ -65,7 +67,7 @@ for place in range(len(window.SHAPES)):
     attention_window_checks.sweep(
         failures, lambda name, *given: run.MANY(*run.arguments(name, given)), place, 4, place
     )
-ran += 196
+ran += 212
 if "--racecheck" not in sys.argv:
     load.prepare([implicit_checks.spec_of(*one) for one in implicit_checks.EXAMPLES], "cuda")
     implicit_checks.sweep(failures, 40, 0, side=20)

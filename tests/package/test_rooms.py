@@ -205,6 +205,7 @@ NAMED = {
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
     "ops.conv1d.__init__": {"conv1d"},  # of Inductor's graphs, no site
+    "ops.depthwise.__init__": {"depthwise"},
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
     "ops.head_wide.__init__": {"exact", "split"},  # its products
@@ -225,8 +226,8 @@ NAMED = {
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.by_hand.rewrite": {"attention"},
     "passes.by_hand.windows": {"attention"},
-    "passes.conv1d.__init__": {"conv1d"},
     "passes.conv1d.site": {"conv1d"},
+    "passes.depthwise.site": {"depthwise"},
     "passes.head_loss.__init__": {"head_loss"},
     "passes.head_loss.wide": {"exact", "split"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
