@@ -29,13 +29,8 @@ from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.kernels import base
-from fx_fuser.kernels.grouped import (
-    grouped,
-    grouped_tiles,
-    input_spec_of,
-    unit_of,
-    weight_spec_of,
-)
+from fx_fuser.kernels.grouped import grouped, grouped_tiles, unit_of, weight_spec_of
+from fx_fuser.kernels.grouped import spec_of as plain_spec_of
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops.library import FusedCall
@@ -94,7 +89,7 @@ def grouped_kernel(
 def grouped_input(
     spec: KernelSpec, dz: Tensor, weight: Tensor, window: Window, groups: int, dx: Tensor
 ) -> bool:
-    """dx = the gradient by `grouped_kernel`'s x. spec: of `kernels.grouped.input_spec_of`."""
+    """dx = the gradient by `grouped_kernel`'s x. spec: of `kernels.grouped.spec_of`."""
     geometry = ([*window.stride], [*window.padding], [*window.dilation], groups)
     return kernels.taken("grouped_input", spec, dx, dz, weight, *geometry, dx)
 
@@ -234,7 +229,7 @@ class Timed:
         """Of the gradients by x and by the weight."""
         inputs = self.layer.channels // self.layer.groups
         given = inputs, inputs, torch.bfloat16
-        return [input_spec_of(*given), weight_spec_of(*given)]
+        return [plain_spec_of(*given), weight_spec_of(*given)]
 
     def gradient(self, of_weight: bool, tile: Sequence[int] = ()) -> None:
         """Of `out` as dz."""

@@ -16,7 +16,7 @@
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
 #include "host/depthwise_gradients.h"
-#include "host/grouped.h"
+#include "host/grouped_gradients.h"
 #include "host/implicit.h"
 #include "host/linear_combs.h"
 #include "host/linear_dense.h"

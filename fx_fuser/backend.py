@@ -33,6 +33,7 @@ from fx_fuser.passes import (
     conv1d,
     depthwise,
     folding,
+    grouped,
     head_loss,
     masks,
     padding,
@@ -126,6 +127,7 @@ def fuse_and_compile(
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = conv1d.settings({**coming.load(), **padded}, gm, options, inputs)
     passes = depthwise.settings(passes, gm, options, inputs)
+    passes = grouped.settings(passes, gm, options, inputs)
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)

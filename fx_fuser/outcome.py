@@ -25,6 +25,7 @@ from fx_fuser.passes import (
     contractions,
     conv1d,
     depthwise,
+    grouped,
     head_loss,
     padding,
     products,
@@ -193,7 +194,7 @@ def replaced() -> Counter[str]:
     names = {
         "gemm": (products.COUNTERS, padding.COUNTERS),
         "attention": (attention_split.COUNTERS,),
-        "convolution": (conv1d.COUNTERS, depthwise.COUNTERS),
+        "convolution": (conv1d.COUNTERS, depthwise.COUNTERS, grouped.COUNTERS),
     }
     return Counter({kind: sum(sum(counters[n].values()) for n in of) for kind, of in names.items()})
 

@@ -15,6 +15,7 @@ from fx_fuser.passes import (
     contractions,
     conv1d,
     depthwise,
+    grouped,
     head_loss,
     padding,
     products,
@@ -24,7 +25,7 @@ from fx_fuser.passes.by_hand import rewrite as by_hand
 # The keys of `Sites` that count changes.
 CHANGED = (
     *("fused", "masks", "by_hand", "products", "attention", "padded", "convolutions"),
-    *("depthwise", "contractions", "heads"),
+    *("depthwise", "grouped", "contractions", "heads"),
 )
 _MOST_OF_WARNING = 400  # characters
 
@@ -41,6 +42,7 @@ class Sites(TypedDict, total=False):
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
     convolutions: dict[str, int]  # along one dimension, of 16 bits, replaced there
     depthwise: dict[str, int]  # depthwise convolutions of 16 bits, replaced there
+    grouped: dict[str, int]  # convolutions of 16 bits in groups, replaced there
     contractions: dict[str, int]  # sums of products that are gemms now
     heads: dict[str, int]  # Linears that are one op with their loss
     warnings: list[str]  # that name fx_fuser
@@ -59,6 +61,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "padded": padding.COUNTERS,
         "convolutions": conv1d.COUNTERS,
         "depthwise": depthwise.COUNTERS,
+        "grouped": grouped.COUNTERS,
         "contractions": contractions.COUNTER,
         "heads": head_loss.COUNTER,
     }

@@ -26,6 +26,7 @@ _SITES = {  # of `counting.Sites`
     "padded": "16-bit gemms of odd sizes padded or replaced there",
     "convolutions": "16-bit convolutions along one dimension replaced there",
     "depthwise": "16-bit depthwise convolutions replaced there",
+    "grouped": "16-bit convolutions in groups replaced there",
     "masks": "attention masks removed",
     "by_hand": "attentions written by hand that became torch's fused one",
     "contractions": "sums of products computed as gemms",

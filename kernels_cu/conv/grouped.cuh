@@ -45,9 +45,12 @@ __device__ __forceinline__ void multiply(const GroupedArgs& args, const uint8_t*
     row[i] = weights + inside * args.weight_pitch + lane / 8 % 2 * 16;
   }
   const int unit_bytes = args.unit_vectors * 16;
+  int32_t next = *tap;
 
   const auto step = [&](auto products) {
-    const int32_t from = *tap;
+    const int32_t from = next;
+    tap += 2;
+    next = *tap;  // behind the last one is what no product reads
     uint32_t weight[kPairs][4];
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
@@ -67,16 +70,19 @@ __device__ __forceinline__ void multiply(const GroupedArgs& args, const uint8_t*
         }
       }
     }
-    tap += 2;
     row[0] += 32;
     row[1] += 32;
   };
-#pragma unroll 2
-  for (int i = 0; i < args.k_vectors / 2; ++i) {
-    step([](float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-      ptx::mma_m16n8k16<X>(d, a, b0, b1);
-    });
+  const auto whole = [](float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    ptx::mma_m16n8k16<X>(d, a, b0, b1);
+  };
+  int left = args.k_vectors / 2;
+#pragma unroll 1
+  for (; left > 1; left -= 2) {
+    step(whole);
+    step(whole);
   }
+  if (left > 0) step(whole);
   if (args.k_vectors % 2 != 0) {
     step([](float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t) {
       ptx::mma_m16n8k8<X>(d, a[0], a[1], b0);
@@ -99,10 +105,10 @@ __device__ __forceinline__ void convolve(const GroupedArgs& args) {
   keep_places(args, args.out_stride, storage);
   keep_taps(args, storage);
   keep_channels<S>(args, storage);
-  tail.stage();
   __syncthreads();
   feed<kAtOnce>(args, storage, tile, patch);
   keep_weights<S>(args, storage);
+  tail.stage();
 
   const int jobs = args.batches * static_cast<int>(args.jobs.size);
 #pragma unroll 1

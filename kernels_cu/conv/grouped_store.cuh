@@ -85,10 +85,10 @@ __device__ __forceinline__ void stage_leaf(const GroupedArgs& args, uint8_t* sto
   if constexpr (kLeaf < S::kLeaves) {
     const ConvOperand& operand = args.operand[kLeaf].of;
     const int rows = rows_of<S>(args);
-    const Slice slice = Slice::self(args);
+    const auto* channels = reinterpret_cast<const int32_t*>(storage + args.channels_at);
     auto* leaves = reinterpret_cast<float*>(storage) + kLeaf * rows;
     for (int i = static_cast<int>(threadIdx.x); i < rows; i += kGroupedThreads) {
-      const int64_t channel = max(channel_of<S>(args, slice, i), 0);
+      const int64_t channel = max(channels[i], 0);
       leaves[i] = convert<float>(static_cast<const T*>(operand.data)[channel * operand.stride[1]]);
     }
   }

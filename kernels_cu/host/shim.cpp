@@ -20,7 +20,7 @@
 #include "host/depthwise_gradients.h"
 #include "host/fold.h"
 #include "host/folded.h"
-#include "host/grouped.h"
+#include "host/grouped_gradients.h"
 #include "host/head_loss.h"
 #include "host/implicit.h"
 #include "host/kernel.h"

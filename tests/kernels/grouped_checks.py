@@ -19,13 +19,8 @@ from benchmarks.grouped import Form, grouped_input, grouped_weight, run, spec_of
 from benchmarks.implicit import LAST, Window
 from benchmarks.sm90 import CUDA, relative
 from benchmarks.stem import rounded
-from fx_fuser.kernels.grouped import (
-    grouped_cut,
-    grouped_tiles,
-    input_spec_of,
-    unit_of,
-    weight_spec_of,
-)
+from fx_fuser.kernels.grouped import grouped_cut, grouped_tiles, unit_of, weight_spec_of
+from fx_fuser.kernels.grouped import spec_of as plain_spec_of
 
 # Channels of a group, of x and of the result.
 GROUPS = (
@@ -346,7 +341,7 @@ def gradients(failures: list[str], cases: int, seed: int, side: int = 60) -> Non
             f"{groups} groups, {dtype}"
         )
         dx, _ = framed(dx_exact.contiguous(memory_format=LAST), dtype, 64)
-        taken = grouped_input(input_spec_of(inputs, outputs, dtype), dz, weight, window, groups, dx)
+        taken = grouped_input(plain_spec_of(outputs, inputs, dtype), dz, weight, window, groups, dx)
         has_phases = all(
             s == 1 or (d == 1 and k >= s)
             for s, d, k in zip(window.stride, window.dilation, weight.shape[2:])

@@ -206,6 +206,7 @@ NAMED = {
     "ops.folded": {"folded"},
     "ops.conv1d.__init__": {"conv1d"},  # of Inductor's graphs, no site
     "ops.depthwise.__init__": {"depthwise"},
+    "ops.grouped.__init__": {"grouped"},
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
     "ops.head_wide.__init__": {"exact", "split"},  # its products
@@ -228,6 +229,7 @@ NAMED = {
     "passes.by_hand.windows": {"attention"},
     "passes.conv1d.site": {"conv1d"},
     "passes.depthwise.site": {"depthwise"},
+    "passes.grouped.site": {"grouped"},
     "passes.head_loss.__init__": {"head_loss"},
     "passes.head_loss.wide": {"exact", "split"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites

@@ -1,6 +1,9 @@
-"""A convolution in groups of few channels, of channels_last 16-bit tensors, in inference.
+"""A convolution in groups of few channels, of channels_last 16-bit tensors, with a tail in
+inference, and its gradients.
 
-kernels_cu/conv/grouped.cuh, launched by kernels_cu/host/grouped.h.
+kernels_cu/conv/grouped.cuh and grouped_weight.cuh, launched by kernels_cu/host/grouped.h.
+`fx_fuser.passes.grouped` puts the gradients, and convolutions without a tail, into Inductor's
+graphs.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 # Do sites get it? Not before its tests have run on a GPU.
 OFFERED = False
 _VECTOR = 8  # channels
+_MOST_OF_UNIT = 128  # channels
 
 
 @functools.cache
@@ -56,16 +60,31 @@ def _spec(family: Family, dtype: torch.dtype) -> KernelSpec:
     return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, family)
 
 
-def input_spec_of(inputs: int, outputs: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel of the gradient by x, given the channels of a group: the convolution's own."""
+def spec_of(inputs: int, outputs: int, dtype: torch.dtype) -> KernelSpec:
+    """The kernel without a tail, given the channels of a group. The gradient by x is the
+    convolution from its outputs to its inputs."""
     groups = unit_of(inputs, outputs)
-    return _spec(grouped(grouped_tiles(groups * inputs), groups > 1, 0), dtype)
+    return _spec(grouped(grouped_tiles(groups * outputs), groups > 1, 0), dtype)
 
 
 def weight_spec_of(inputs: int, outputs: int, dtype: torch.dtype) -> KernelSpec:
     """The kernel of the gradient by the weight, given the channels of a group."""
     groups = unit_of(inputs, outputs)
     return _spec(grouped_weight(grouped_tiles(groups * outputs), groups > 1), dtype)
+
+
+def offered() -> list[KernelSpec]:
+    """All that the two functions above give."""
+    forms = [(tiles, is_mixed) for tiles in (1, 2, 3, 4) for is_mixed in (False, True)]
+    families = [f for form in forms for f in (grouped(*form, 0), grouped_weight(*form))]
+    return [_spec(family, dtype) for family in families for dtype in SIXTEEN_BITS]
+
+
+def takes(inputs: int, outputs: int, groups: int) -> bool:
+    """May there be kernels for so many channels of a group?"""
+    fewest = unit_of(inputs, outputs)
+    most = max(inputs, outputs) * fewest
+    return groups > 1 and inputs > 1 and groups % fewest == 0 and most <= _MOST_OF_UNIT
 
 
 def unit_of(inputs: int, outputs: int) -> int:
@@ -201,7 +220,9 @@ __all__ = [
     "grouped_cut",
     "grouped_tiles",
     "grouped_weight",
-    "input_spec_of",
+    "offered",
+    "spec_of",
+    "takes",
     "unit_of",
     "weight_spec_of",
 ]
