@@ -4,6 +4,7 @@ is right. On the CPU emulator: test_emulated_grouped.py."""
 from __future__ import annotations
 
 import copy
+import uuid
 from typing import Any
 
 import grouped_checks
@@ -16,6 +17,7 @@ from plan_cases import CONV, decide
 from sm90 import gpu_from_sm80 as gpu
 from test_depthwise import made
 from toolchains import needs_compilers
+from torch._dynamo.utils import counters
 
 from benchmarks import grouped as bench
 from benchmarks.conv_sm90 import HALVES
@@ -28,6 +30,8 @@ from fx_fuser.kernels import grouped as of_kernels
 from fx_fuser.kernels.grouped import grouped as family
 from fx_fuser.kernels.grouped import grouped_cut, grouped_tiles, unit_of
 from fx_fuser.options import Options
+from fx_fuser.passes import grouped as of_pass
+from fx_fuser.passes.grouped.site import GroupedSite
 from fx_fuser.planning import layout
 from fx_fuser.planning.case import MatchCase
 from fx_fuser.planning.plan import Plan
@@ -252,6 +256,12 @@ def test_checks(check) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients(seed) -> None:
+    passes(grouped_checks.gradients, 40, seed)
+
+
+@gpu
 def test_more_than_2_to_the_31_elements() -> None:
     """The last images must equal those of a small tensor."""
     one = grouped_checks.ALONE[torch.bfloat16, Form.of(8, 8, 0)]
@@ -364,3 +374,42 @@ def test_other_sizes_and_strides_of_x(offered) -> None:
                 y = compiled(given, None, gate)
                 torch.testing.assert_close(y, eager(given, None, gate), atol=3e-2, rtol=3e-2)
                 assert y.stride() == eager(given, None, gate).stride()
+
+
+@gpu
+@pytest.mark.parametrize("groups, stride", [(4, 1), (12, 2)])
+def test_training_under_autocast(monkeypatch, groups, stride) -> None:
+    """Forward and both gradients by the kernels, in Inductor's graphs; a second step follows the
+    weights."""
+    monkeypatch.setattr(of_pass, "OFFERED", True)
+    # No pass runs where Inductor's cache has a graph of an earlier run.
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", str(uuid.uuid4()))
+    monkeypatch.setattr(GroupedSite, "gains", lambda site: True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    counters.clear()
+    eager = nn.Sequential(
+        nn.Conv2d(48, 96, 3, stride, 1, groups=groups, bias=False), nn.BatchNorm2d(96), nn.ReLU()
+    )
+    eager = eager.cuda().to(memory_format=LAST)
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    compiled = torch.compile(ours, backend="fx_fuser", options={"strict": True})
+    for step in range(2):
+        x = torch.randn(4, 48, 17, 15, device="cuda").to(memory_format=LAST)
+        results = []
+        for model, call in ((ours, compiled), (eager, eager), (exact, exact)):
+            given = x.to(next(model.parameters()).dtype).requires_grad_()
+            with torch.autocast("cuda", torch.bfloat16, enabled=model is not exact):
+                y = call(given)
+            y.double().square().mean().backward()
+            grads = [given.grad, *(p.grad for p in model.parameters())]
+            results.append([y.detach(), *grads])
+            model.zero_grad()
+            with torch.no_grad():
+                for i, p in enumerate(model.parameters()):
+                    p.add_(0.01 * (i + step + 1))
+        for value, other, truth in zip(*results, strict=True):
+            least = torch.finfo(torch.bfloat16).eps
+            assert relative(value, truth) <= max(2 * relative(other, truth), least)
+            assert value.stride() == other.stride()
+    assert counters[of_pass.COUNTERS] == {"convolution": 1, "convolution_backward": 1}
