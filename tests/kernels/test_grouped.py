@@ -186,7 +186,7 @@ def test_a_site_gets_it_only_if_it_is_offered(match_of, on_gpu) -> None:
         (scaled_norm(2), tensors(torch.float32)),
         (scaled_norm(2), tensors(torch.float64)),
         (scaled_norm(3), tensors(inputs=4, groups=3)),
-        (scaled_norm(2), tensors(x=torch.contiguous_format)),
+        (scaled_norm(2), tensors(x=torch.contiguous_format, weight=torch.contiguous_format)),
         (scaled_norm(2, training=True), tensors()),
     ],
 )

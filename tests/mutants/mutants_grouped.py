@@ -15,8 +15,8 @@ REFUSALS = f"{TESTS}::test_refusals"
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "grouped: no site before it ran on a GPU",
-        KERNEL,
-        "        if not OFFERED:\n            return False\n",
+        "kernels/__init__.py",
+        "    if not kernel.is_offered:\n        return False\n",
         "",
         (f"{OFFERS}::test_a_site_gets_it_only_if_it_is_offered",),
     ),
@@ -26,13 +26,6 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "        if weight.shape[1] == 1:  # depthwise\n            return False\n",
         "",
         (f"{OFFERS}::test_not_taken[f-given1]",),
-    ),
-    (
-        "grouped: one group is another kernel's",
-        KERNEL,
-        'config["groups"] == 1 or ',
-        "",
-        (f"{OFFERS}::test_not_taken[f-given0]",),
     ),
     (
         "grouped: contiguous images are not taken",
