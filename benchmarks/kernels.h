@@ -280,8 +280,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "depthwise_input(int kernels, Tensor dz, Tensor weight, int[] padding, Tensor(a!) dx) -> "
       "bool");
-  m.def(
-      "depthwise_weight(int kernels, Tensor x, Tensor dz, int[] padding, Tensor(a!) dw) -> bool");
+  m.def("depthwise_weight(int kernels, Tensor x, Tensor dz, int[] padding, Tensor(a!) dw) -> bool");
   m.def(
       "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");

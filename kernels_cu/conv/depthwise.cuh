@@ -249,14 +249,8 @@ template <int kH, int kW, int kStride, class Epilogue, int kScalars, class Acc, 
 struct Kernels {
   static_assert(std::is_same_v<Acc, float>);
 
-#ifdef FX_FUSER_FEW_REGISTERS
-  static constexpr bool kSpilled = true;
-#else
-  static constexpr bool kSpilled = false;
-#endif
-
   static constexpr int blocks(bool planes, bool pixels) {
-    return kSpilled ? 1 : depthwise_resident(kH, kW, kStride, sizeof(X), planes, pixels);
+    return resident(depthwise_resident(kH, kW, kStride, sizeof(X), planes, pixels));
   }
 
   template <bool kPlanes, bool kPixels>

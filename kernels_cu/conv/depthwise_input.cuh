@@ -172,7 +172,8 @@ __device__ __forceinline__ void run(const DepthwiseInputArgs& args) {
 
 #define FX_FUSER_DEPTHWISE_INPUT(kernel_h, kernel_w, functor, scalars, Acc, Out, X)             \
   extern "C" __global__ void __launch_bounds__(                                                 \
-      fx_fuser::kDepthwiseInputThreads, fx_fuser::depthwise_input_resident(kernel_h, kernel_w)) \
+      fx_fuser::kDepthwiseInputThreads,                                                         \
+      fx_fuser::depthwise::resident(fx_fuser::depthwise_input_resident(kernel_h, kernel_w)))    \
       fx_fuser_depthwise_input(const __grid_constant__ fx_fuser::DepthwiseInputArgs args) {     \
     fx_fuser::depthwise_input::run<fx_fuser::depthwise_input::Geometry<kernel_h, kernel_w, X>>( \
         args);                                                                                  \

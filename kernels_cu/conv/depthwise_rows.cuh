@@ -21,6 +21,15 @@ namespace fx_fuser::depthwise {
 
 constexpr int kDepth = 4;  // rows of pixels in shared memory; a power of two
 
+#ifdef FX_FUSER_FEW_REGISTERS
+constexpr bool kSpilled = true;
+#else
+constexpr bool kSpilled = false;
+#endif
+
+// Resident blocks of a multiprocessor, which bound a thread's registers.
+constexpr int resident(int usual) { return kSpilled ? 1 : usual; }
+
 // A thread's work item: consecutive rows in one strip of columns.
 struct Item {
   uint32_t sample;
@@ -46,6 +55,7 @@ struct Place {
   int lane;         // of the channels
   int first;        // of the block's channels
   int channel;      // of the thread's. Where there are fewer, lanes do again what another does
+  int slot;         // of the channel in rows in shared memory
   uint32_t item;    // the first of the thread's
   uint32_t stride;  // to its next
   uint32_t block;   // of those with the same channels
@@ -58,6 +68,8 @@ struct Place {
     first = static_cast<int>(group * kChannels) << lanes_log2;
     channel = first + lane * kChannels;
     if (!kPlanes) channel = min(channel, args.channels - (kChannels == 2 || lane % 2 == 0 ? 2 : 1));
+    slot = static_cast<int>(threadIdx.x) - lane + (channel - first) / kChannels;
+    slot = ptx::opaque(slot);
     const uint32_t side = kThreads >> lanes_log2;  // items of a block, side by side
     item = block * side + (threadIdx.x >> lanes_log2);
     stride = gridDim.x / args.groups * side;
@@ -123,7 +135,7 @@ struct Rows {
         pixel(kPlanes ? 1 : args.channels),
         columns(0),
         lanes(at.lanes()),
-        slot(static_cast<int>(threadIdx.x) - at.lane + (at.channel - at.first) / kChannels),
+        slot(at.slot),
         is_wide(args.wide),
         h(of.h),
         first(of.row),

@@ -76,6 +76,15 @@ __device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kCha
   }
 }
 
+template <class G>
+__device__ __forceinline__ void clear(float (&row)[G::kColumns][G::kChannels]) {
+#pragma unroll
+  for (int o = 0; o < G::kColumns; ++o) {
+#pragma unroll
+    for (int v = 0; v < G::kChannels; ++v) row[o][v] = 0.0f;
+  }
+}
+
 // sum += an item's.
 template <class G>
 __device__ __forceinline__ void add_item(const DepthwiseWeightArgs& args,
@@ -111,13 +120,18 @@ __device__ __forceinline__ void add_item(const DepthwiseWeightArgs& args,
       const int newest = kRound - 1 - t / G::kStride;  // of ring
       const int row = step * G::kStride + d;
       typename G::OfX::Raw raw[G::kWindow];
-      typename G::OfZ::Raw raw_dz[G::kColumns] = {};
+      typename G::OfZ::Raw raw_dz[G::kColumns];
       const bool found = x.has(row);
+      const bool has_dz = dz.has(step);
       depthwise::wait_for_row(x);
       if (found) x.read(row, raw);
-      if (d == 0 && dz.has(step)) dz.read(step, raw_dz);
+      if (d == 0 && has_dz) dz.read(step, raw_dz);
       ask<G>(x, dz, row + kDepth - 1);
-      if (d == 0) depthwise::widen(raw_dz, ring[newest]);
+      if (d == 0 && has_dz) {
+        depthwise::widen(raw_dz, ring[newest]);
+      } else if (d == 0) {
+        clear<G>(ring[newest]);
+      }
       if (!found) continue;
       float pixel[G::kWindow][G::kChannels];
       depthwise::widen(raw, pixel);
@@ -206,7 +220,8 @@ __device__ __forceinline__ void add_blocks(const DepthwiseSumArgs& args) {
 #define FX_FUSER_DEPTHWISE_WEIGHT(kernel_h, kernel_w, stride, functor, scalars, Acc, Out, X)   \
   extern "C" __global__ void __launch_bounds__(                                                \
       fx_fuser::kDepthwiseWeightThreads,                                                       \
-      fx_fuser::depthwise_weight_resident(kernel_h, kernel_w, stride))                         \
+      fx_fuser::depthwise::resident(                                                           \
+          fx_fuser::depthwise_weight_resident(kernel_h, kernel_w, stride)))                    \
       fx_fuser_depthwise_weight(const __grid_constant__ fx_fuser::DepthwiseWeightArgs args) {  \
     using G = fx_fuser::depthwise_weight::Geometry<kernel_h, kernel_w, stride, X>;             \
     fx_fuser::depthwise_weight::run<G>(args);                                                  \

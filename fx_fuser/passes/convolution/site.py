@@ -170,8 +170,8 @@ class Site(ABC):
         if None in forms.values():
             return False
         said = (f"{name} {form}" for name, form in forms.items())
-        key = (str(self.node.target), *said, *map(str, self.parts.numbers.values()))
-        key = (*key, *sorted(self.items), *(spec.name for spec in self.specs()))
+        asked = [self.parts.numbers, *sorted(self.items), *(spec.name for spec in self.specs())]
+        key = str(self.node.target), *said, *map(str, asked)
         make = functools.partial(self._candidates, forms)  # type: ignore[arg-type]
         found = contest.times(key, make, self.device)
         if isinstance(found, str):
