@@ -42,7 +42,6 @@ COVERS: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_conv_sm90.py": _CONV,
     "tests/kernels/test_narrow_sm90.py": _CONV,
     "tests/kernels/test_depthwise.py": _CONV,
-    "tests/kernels/test_grouped.py": _CONV,
     "tests/kernels/test_implicit.py": _CONV,
     "tests/kernels/test_stem.py": _CONV,
     "tests/kernels/test_epilogue_math.py": (),
