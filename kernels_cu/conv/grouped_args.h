@@ -26,7 +26,6 @@ constexpr int kGroupedMostResident = 4;  // blocks per multiprocessor
 constexpr int kGroupedMaxOperands = kMaxInputs - 1;
 constexpr int kGroupedMaxOthers = kConvMaxOperands;  // operands that are not leaves
 constexpr int kGroupedReserved = 1 << 10;            // bytes that the driver reserves per block
-constexpr int kGroupedHighest = 1 << 14;             // bound of rows, columns, strides, paddings
 constexpr int kGroupedMostPixels = 512;              // per tile
 
 // Where row and image are in a packed position, of a tile or a patch; below each part and at the
@@ -128,6 +127,7 @@ struct GroupedArgs : GroupedPatches {
 // Of the kernels of grouped_weight.cuh. A *role* is some pairs of vectors of k, for all of a
 // slice's columns of one unit; `roles` warps have one each, the next ones the same for other
 // pixels, their *share*.
+
 // Pairs of a role: as many as leave registers.
 constexpr int grouped_weight_steps(int tiles, bool is_mixed) {
   return tiles == 3 || (tiles > 3 && is_mixed) ? 4 : 5;

@@ -205,9 +205,8 @@ class ImplicitOperands {
       return;
     }
     const int bytes = static_cast<int>(tensor.element_size());
-    operand.mode =
-        takes_quads(operand.of, bytes, out_.size(1)) ? ImplicitMode::kVectors
-                                                     : ImplicitMode::kElements;
+    operand.mode = takes_quads(operand.of, bytes, out_.size(1)) ? ImplicitMode::kVectors
+                                                                : ImplicitMode::kElements;
     if (!is_like_out(tensor) || (bytes != 2 && bytes != 4)) return;
     int found[kImplicitMaxGroups]{};
     int most = 0;
