@@ -11,7 +11,6 @@ from folded_nets import FORCED, check, frozen, net, relative, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fx_fuser.kernels import folded as kernel
 from fx_fuser.kernels.implicit import Implicit
 from fx_fuser.native import load
 from fx_fuser.ops import folded
@@ -212,7 +211,9 @@ def test_many_launches_are_the_same() -> None:
 def test_training_with_frozen_norms(
     dtype: torch.dtype, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "TRAINS_ON_GPU", True)
+    if dtype == torch.float32:
+        # TF32's rounding turns the sign of a relu's input near 0, and with it a whole gradient.
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     model = frozen(on_gpu(torch.channels_last, dtype))
     x = images(4, 3, 65, 64, form=torch.channels_last, dtype=dtype)
     exact, wide = step(copy.deepcopy(model).double(), x.double())

@@ -35,8 +35,6 @@ from fx_fuser.planning import plan
 
 log = logging.getLogger("fx_fuser.passes.conv1d")
 
-# The kernels have not run on a GPU yet: issue 45.
-OFFERED = False
 COUNTERS = "fx_fuser_conv1d"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 _NAMES = ("conv1d", "convolution")
 
@@ -75,7 +73,7 @@ def settings(
 ) -> dict[str, Any]:
     """These settings of Inductor, setting → pass, with the pass behind them if the graph may have
     a convolution for it. gm: the untouched graph. inputs: its own."""
-    asks = OFFERED and options.inner == "inductor" and options.grows
+    asks = options.inner == "inductor" and options.grows
     if options.users_pass("deterministic"):  # in which nothing may be timed
         asks = False
     if not asks or not any(map(_may_be_one, _nodes_of(gm))):
