@@ -274,7 +274,7 @@ def _verified(
     if not calls or options.verify == "never" or not verification.is_verifiable(inputs):
         return sites
     graphs = {one.module: one.prepared.graph for one in searched}
-    faults = verification.Verification(graphs, calls, options.asks_tf32).run(gm, inputs)
+    faults = verification.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
 
     def judged(site: Planned | Refusal) -> Planned | Refusal:
         if isinstance(site, Refusal) or site.match.root not in faults:

@@ -18,7 +18,7 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import attention, conv1d, head_loss, planes
+from fx_fuser.kernels import attention, conv1d, head_loss
 from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.kernels.attention import window as attention_window
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
@@ -82,7 +82,7 @@ def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
     choices = {"product": kernel.name, "backward": backward, "again": case.recomputes}
     if case.site.kind not in CONVOLUTION_KINDS:
         return choices
-    asked = case.options.asks_tf32
+    asked = case.options.fp32 == "tf32"
     if case.options.fp32 == "follow":
         asked = conv_tf32_requested()
     return {"tf32": (asked or kernel.in_tf32) and may_be_tf32(case.tensors[0]), **choices}
@@ -105,7 +105,7 @@ def examples(arch: str) -> list[KernelSpec]:
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
     attentions += attention_window.offered()
-    others = [*head_loss.examples(), *planes.examples(), *conv1d.examples(arch)]
+    others = [*head_loss.examples(), *conv1d.examples(arch)]
     return [*of_sites, *attentions, *others, *depthwise_training.examples()]
 
 

@@ -29,7 +29,6 @@
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"
-#include "host/planes.h"
 #include "host/pointwise.h"
 #include "host/run.h"
 #include "host/stem.h"
@@ -101,8 +100,6 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
   m.impl("split_product", TORCH_BOX(&split_product));
   m.impl("exact_product", TORCH_BOX(&exact_product));
   m.impl("unaligned_product", TORCH_BOX(&unaligned_product));
-  m.impl("plane", TORCH_BOX(&plane));
-  m.impl("planes_product", TORCH_BOX(&planes_product));
 }
 
 }  // namespace fx_fuser

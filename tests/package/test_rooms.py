@@ -211,7 +211,6 @@ NAMED = {
     "ops.head_loss": {"head_loss"},
     "ops.head_wide.__init__": {"exact", "split"},  # its products
     "ops.library": {"attention", "folded", "unaligned"},
-    "ops.plain": {"planes"},  # how much memory a plane takes
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},
     "ops.attention_bias.window": {"attention"},
@@ -233,7 +232,6 @@ NAMED = {
     "passes.head_loss.__init__": {"head_loss"},
     "passes.head_loss.wide": {"exact", "split"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
-    "passes.planes.__init__": {"planes"},
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},
     "passes.unaligned": {"unaligned"},
