@@ -163,7 +163,7 @@ def test_a_kernel_that_nobody_has_loaded_is_loaded(
 
 def test_the_library_runs_where_there_is_no_kernel(gpu: EmulatedGpu) -> None:
     with pytest.warns(UserWarning, match="leaves a grouped convolution to the library"):
-        for function, given in calls("no kernel", "nor this", "nor that"):
+        for function, given in calls("no grouped kernel", "nor this one", "nor that one"):
             (found,), launches = called(function, *given)
             (wanted,) = run.IN_TORCH(*run.arguments(function, given))
             assert launches == 0 and torch.equal(found, wanted)
