@@ -153,8 +153,8 @@ struct Weights {
   __device__ __forceinline__ Weights(const DepthwiseArgs& args, typename G::Shared& block,
                                      int first, int channel)
       : shared(block.weight + (channel - first) * G::kTaps) {
-    copy_weights<G::kTaps, kDepthwiseThreads>(block.weight, args.weight, args, first, G::kChannels,
-                                              args.turned);
+    copy_weights<G::kTaps, G::kChannels, G::kLanes, kDepthwiseThreads>(block.weight, args.weight,
+                                                                       args, first, args.turned);
     if constexpr (kKept) {
 #pragma unroll
       for (int tap = 0; tap < G::kTaps; ++tap) {

@@ -153,8 +153,8 @@ template <class G>
 __device__ __forceinline__ void run(const DepthwiseInputArgs& args) {
   __shared__ typename G::Shared shared;
   const typename G::RowsOf::At at(args);
-  depthwise::copy_weights<G::kTaps, G::kThreads>(shared.weight, args.weight, args, at.first,
-                                                 G::kChannels, false);
+  depthwise::copy_weights<G::kTaps, G::kChannels, kDepthwiseMaxLanes, G::kThreads>(
+      shared.weight, args.weight, args, at.first, false);
   float weight[G::kTaps][G::kChannels];
 #pragma unroll
   for (int tap = 0; tap < G::kTaps; ++tap) {

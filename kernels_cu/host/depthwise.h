@@ -127,7 +127,8 @@ struct DepthwiseWork {
   int64_t resident;  // blocks
   int64_t stride;    // rows that are read for one of the result
   int64_t halo;      // and besides, of an item
-  // Rounds of blocks. More would load the weights more often than load balance needs.
+  // Rounds of blocks. More would load the weights more often than load balance needs. Blocks of one
+  // round are all resident, and go through all items.
   int64_t most_rounds;
 };
 
@@ -139,6 +140,7 @@ std::optional<DepthwiseCut> depthwise_divided(const DepthwiseWork& work) {
   cut.lanes_log2 = work.lanes_log2;
   cut.groups = ceil_div(work.units, int64_t{1} << cut.lanes_log2);
   const int64_t side = work.threads >> cut.lanes_log2;
+  const int64_t most_workers = std::max<int64_t>(work.most_rounds * work.resident / cut.groups, 1);
   // Cost: rounds of blocks, the last of which is not full, times an item's rows, including the halo
   // rows that its neighbours read too and its start-up.
   constexpr int64_t kMostChunks = 64;
@@ -149,17 +151,18 @@ std::optional<DepthwiseCut> depthwise_divided(const DepthwiseWork& work) {
     const int64_t rows = ceil_div(work.h, chunks);
     const int64_t items = work.samples * ceil_div(work.h, rows) * cut.strips;
     const int64_t blocks = cut.groups * ceil_div(items, side);
-    const double time =
-        (static_cast<double>(blocks) / static_cast<double>(work.resident) + kLastRound) *
-        static_cast<double>(rows * work.stride + work.halo + kBegin);
+    const double rounds =
+        work.most_rounds > 1
+            ? static_cast<double>(blocks) / static_cast<double>(work.resident) + kLastRound
+            : static_cast<double>(ceil_div(blocks, most_workers * cut.groups));
+    const double time = rounds * static_cast<double>(rows * work.stride + work.halo + kBegin);
     if (chunks > 1 && time >= least) continue;
     least = time;
     cut.rows = rows;
     cut.chunks = ceil_div(work.h, rows);
     cut.items = items;
   }
-  const int64_t workers =
-      std::min(ceil_div(cut.items, side), ceil_div(work.most_rounds * work.resident, cut.groups));
+  const int64_t workers = std::min(ceil_div(cut.items, side), most_workers);
   cut.blocks = workers * cut.groups;
   constexpr int64_t kHighest =
       (int64_t{1} << 31) - (int64_t{1} << 20);  // with a stride of the grid
