@@ -1,6 +1,6 @@
 // out = epilogue(conv2d(x, weight, stride, padding, dilation, groups), operands, scalars) in
 // channels_last, bf16 and fp16, by `mma.sync`, for sm_80 and later. Meant for groups of few
-// channels, whose bytes bound it.
+// channels, where it is bandwidth-bound.
 //
 // grouped_args.h defines units, slices, tiles and jobs. A block keeps its slice's weights in shared
 // memory and walks over the pixels. It copies a tile's patch of x once, by `cp.async`, while the
