@@ -28,7 +28,16 @@ from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls, head_kept
 from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced
-from fx_fuser.passes import contractions, conv1d, folding, head_loss, masks, padding, provenance
+from fx_fuser.passes import (
+    contractions,
+    conv1d,
+    folding,
+    head_loss,
+    masks,
+    padding,
+    pixels,
+    provenance,
+)
 from fx_fuser.passes.by_hand import rewrite as by_hand
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
@@ -116,6 +125,7 @@ def fuse_and_compile(
     results: Any = gm.graph.output_node().args[0]
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = conv1d.settings({**coming.load(), **padded}, gm, options, inputs)
+    passes = pixels.settings(passes, gm, options, inputs)
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)

@@ -18,7 +18,7 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import attention, conv1d, head_loss, planes
+from fx_fuser.kernels import attention, conv1d, head_loss, pixels, planes
 from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.kernels.attention import window as attention_window
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
@@ -101,6 +101,7 @@ def examples(arch: str) -> list[KernelSpec]:
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
     attentions += attention_window.offered()
     others = [*head_loss.examples(), *planes.examples(), *conv1d.examples(arch)]
+    others += pixels.examples(arch)
     return [*of_sites, *attentions, *others]
 
 
