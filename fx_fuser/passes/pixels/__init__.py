@@ -27,7 +27,7 @@ from fx_fuser.planning import plan
 
 log = logging.getLogger("fx_fuser.passes.pixels")
 
-# The kernel has not run on a GPU yet: issue 46.
+# Its GPU tests have not run: issue 46.
 OFFERED = False
 COUNTERS = "fx_fuser_pixels"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 _NORMS = ("batch_norm", "native_batch_norm")
