@@ -33,9 +33,11 @@ from fx_fuser.passes import (
     conv1d,
     depthwise,
     folding,
+    grouped,
     head_loss,
     masks,
     padding,
+    pixels,
     provenance,
 )
 from fx_fuser.passes.by_hand import rewrite as by_hand
@@ -126,6 +128,8 @@ def fuse_and_compile(
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = conv1d.settings({**coming.load(), **padded}, gm, options, inputs)
     passes = depthwise.settings(passes, gm, options, inputs)
+    passes = grouped.settings(passes, gm, options, inputs)
+    passes = pixels.settings(passes, gm, options, inputs)
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)
@@ -272,7 +276,7 @@ def _verified(
     if not calls or options.verify == "never" or not verification.is_verifiable(inputs):
         return sites
     graphs = {one.module: one.prepared.graph for one in searched}
-    faults = verification.Verification(graphs, calls, options.asks_tf32).run(gm, inputs)
+    faults = verification.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
 
     def judged(site: Planned | Refusal) -> Planned | Refusal:
         if isinstance(site, Refusal) or site.match.root not in faults:

@@ -15,8 +15,10 @@ from fx_fuser.passes import (
     contractions,
     conv1d,
     depthwise,
+    grouped,
     head_loss,
     padding,
+    pixels,
     products,
 )
 from fx_fuser.passes.by_hand import rewrite as by_hand
@@ -24,7 +26,7 @@ from fx_fuser.passes.by_hand import rewrite as by_hand
 # The keys of `Sites` that count changes.
 CHANGED = (
     *("fused", "masks", "by_hand", "products", "attention", "padded", "convolutions"),
-    *("depthwise", "contractions", "heads"),
+    *("depthwise", "grouped", "statistics", "contractions", "heads"),
 )
 _MOST_OF_WARNING = 400  # characters
 
@@ -41,6 +43,8 @@ class Sites(TypedDict, total=False):
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
     convolutions: dict[str, int]  # along one dimension, of 16 bits, replaced there
     depthwise: dict[str, int]  # depthwise convolutions of 16 bits, replaced there
+    grouped: dict[str, int]  # convolutions of 16 bits in groups, replaced there
+    statistics: dict[str, int]  # 1 x 1 convolutions there that compute those of their result
     contractions: dict[str, int]  # sums of products that are gemms now
     heads: dict[str, int]  # Linears that are one op with their loss
     warnings: list[str]  # that name fx_fuser
@@ -59,6 +63,8 @@ def counted(sites: Sites) -> Iterator[None]:
         "padded": padding.COUNTERS,
         "convolutions": conv1d.COUNTERS,
         "depthwise": depthwise.COUNTERS,
+        "grouped": grouped.COUNTERS,
+        "statistics": pixels.COUNTERS,
         "contractions": contractions.COUNTER,
         "heads": head_loss.COUNTER,
     }

@@ -22,8 +22,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 }
 
 // Arrives at the same barrier in block `rank` of the cluster, which may be this block. Without
-// .release.cluster, which would be a fence of all memory: the stage released here was read by
-// wgmma, and those reads have completed.
+// .release.cluster, which would be a fence of all memory: what reads the stage released here must
+// have completed. wgmma's reads have after its wait; a load's once its value is used, not once it
+// is issued, since the arrival takes another way and may overtake it.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -132,6 +133,18 @@ __device__ __forceinline__ void bulk_wait_read() {
 // Brings memory to L2; address and size are multiples of 16 bytes.
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// ---- stores of matrices (9.7.14.5.16) -----------------------------------------------------------
+
+// Four 8 x 8 matrices of 16-bit elements, each transposed: a lane has row lane / 4, columns
+// 2 (lane % 4) and the next, of each. Lanes 8i...8i + 7 give the addresses where matrix i's columns
+// go, 16 bytes each.
+__device__ __forceinline__ void store_transposed(uint32_t column, const uint32_t (&word)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column),
+      "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+      : "memory");
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------

@@ -25,9 +25,11 @@
 #include "host/conv1d.h"
 #include "host/conv_backward.h"
 #include "host/depthwise_gradients.h"
+#include "host/grouped_gradients.h"
 #include "host/folded.h"
 #include "host/linear.h"
 #include "host/made.h"
+#include "host/pixels.h"
 
 namespace fx_fuser {
 namespace {
@@ -283,10 +285,14 @@ Program program_of(const std::string& program) {
   if (name == "conv2d_batchnorm") return program_of(make_conv2d_batchnorm, text);
   if (name == "conv2d_backward") return program_of(conv2d_backward, text);
   if (name == "conv2d_batchnorm_backward") return program_of(conv2d_batchnorm_backward, text);
+  if (name == "conv2d_moments") return program_of(make_pixels, text);
   if (name == "conv2d_folded") return program_of(conv2d_folded, text);
   if (name == "depthwise") return program_of(make_depthwise, text);
   if (name == "depthwise_input") return program_of(make_depthwise_input, text);
   if (name == "depthwise_weight") return program_of(make_depthwise_weight, text);
+  if (name == "grouped") return program_of(make_grouped, text);
+  if (name == "grouped_input") return program_of(make_grouped_input, text);
+  if (name == "grouped_weight") return program_of(make_grouped_weight, text);
   STD_TORCH_CHECK(false, "fx_fuser: run knows no function ", name);
 }
 

@@ -88,11 +88,4 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "return True",
         (f"{TESTS}::test_a_kernel_that_does_not_build_leaves_it",),
     ),
-    (
-        "conv1d: the switch",
-        PASS,
-        "return OFFERED and bool(",
-        "return bool(",
-        (f"{TESTS}::test_it_is_not_offered_without_its_switch",),
-    ),
 )

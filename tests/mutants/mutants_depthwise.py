@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 SITE, PASS = "passes/depthwise/site.py", "passes/depthwise/__init__.py"
+SHARED = "passes/convolution/site.py"
 OPS = "ops/depthwise/__init__.py"
 TESTS = "tests/passes/test_depthwise_pass.py"
 FORWARD, BACKWARD = f"{TESTS}::test_forward[dtype0-{{}}]", f"{TESTS}::test_backward[{{}}]"
@@ -41,14 +42,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "depthwise: images in other layouts are copied",
-        SITE,
-        "    return emit(_aten.clone.default, value, **_LAST)",
+        SHARED,
+        "    return emit(_aten.clone.default, value, memory_format=torch.channels_last)",
         "    return value",
         (f"{COPIED}[True]", f"{COPIED}[False]"),
     ),
     (
         "depthwise: an image that begins in the middle of a vector is copied",
-        SITE,
+        SHARED,
         " and fake.storage_offset() % _VECTOR == 0:",
         ":",
         (f"{COPIED}[False]",),
@@ -98,7 +99,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "depthwise: results in channels_last",
         SITE,
-        "elif not _is_last(value):",
+        "elif not is_last(value):",
         "elif False:",
         (REFUSALS,),
     ),

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fx_fuser
 from fx_fuser.native import load
 from fx_fuser.ops import run
-from fx_fuser.passes import conv1d, convolution
+from fx_fuser.passes import convolution
 from fx_fuser.passes.conv1d import COUNTERS, Conv1d
 from fx_fuser.passes.conv1d.site import Conv1dSite
 from fx_fuser.passes.convolution.site import CONVOLUTION, CONVOLUTION_BACKWARD
@@ -33,9 +33,8 @@ CHANNELS, GROUPS, TAPS = 32, 2, 19
 
 
 @pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Where Inductor's cache has a graph, from an earlier run, no pass runs."""
-    monkeypatch.setattr(conv1d, "OFFERED", True)
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
@@ -329,15 +328,6 @@ def test_inside_plain_torch_compile() -> None:
     with fx_fuser.installed(OPTIONS), torch.no_grad():
         near(torch.compile(model)(x), model(x))
     assert counters[COUNTERS] == {"convolution": 1}
-
-
-def test_it_is_not_offered_without_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv1d, "OFFERED", False)
-    model = Positional().to(BF16).eval()
-    f = torch.compile(model, backend="fx_fuser", options=OPTIONS)
-    with torch.no_grad():
-        f(torch.randn(2, 40, CHANNELS, dtype=BF16))
-    assert not counters[COUNTERS]
 
 
 def test_a_failure_leaves_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,6 @@ class Race:
 
 # Scores below which the launches of what is written take longer than what they do.
 _FEW_SCORES = 2**20
-# tests/passes/test_by_hand_windows_gpu.py is to run the kernels on a GPU first.
-WINDOWS_HAVE_RUN = False
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,6 @@ class Windows:
                 raise Stays(f"its {name} does not lie in rows of whole vectors of 16 bytes")
         if on_cpu:
             return
-        if not WINDOWS_HAVE_RUN:
-            raise Stays("the kernels of such windows have not run on a GPU yet")
         if math.prod((*q.size[:3], k.size[2])) < _FEW_SCORES:
             raise Stays("it is small: its launches take as long")
         if lost := self._why_lost(strict):

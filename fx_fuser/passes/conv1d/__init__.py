@@ -20,8 +20,6 @@ from fx_fuser.options import Options
 from fx_fuser.passes.conv1d.site import Conv1dSite
 from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits, settings_with
 
-# The kernels have not run on a GPU yet: issue 45.
-OFFERED = False
 COUNTERS = "fx_fuser_conv1d"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 
 
@@ -45,4 +43,4 @@ def settings(
 
 def _may_be_one(node: Node) -> bool:
     """A convolution along one dimension, of 16 bits."""
-    return OFFERED and bool(operands_of_16_bits(node, ("conv1d", "convolution"), 3))
+    return bool(operands_of_16_bits(node, ("conv1d", "convolution"), 3))

@@ -207,3 +207,22 @@ class Site(ABC):
         sizes = [weight.shape[0]]
         made = CONVOLUTION_BACKWARD(values["grad_output"], x, weight, sizes, *numbers, asked)
         return [made[i] for i in sorted(self.items)]
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+_VECTOR = 8  # elements that an access has
+
+
+def is_last(image: Tensor) -> bool:
+    """Has it the strides that channels_last gives?"""
+    _, c, h, w = image.shape
+    return image.stride() == (c * h * w, 1, w * c, c)
+
+
+def as_last(emit: Emit, value: Any) -> Any:
+    """In channels_last, copied where it is not, or begins in the middle of a vector."""
+    fake = value.meta["val"] if isinstance(value, Node) else value
+    if is_last(fake) and fake.storage_offset() % _VECTOR == 0:
+        return value
+    return emit(_aten.clone.default, value, memory_format=torch.channels_last)

@@ -14,11 +14,9 @@ from torch.fx import Node
 from fx_fuser.kernels.depthwise import training
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops.depthwise import FORWARD, OF_INPUT, OF_WEIGHT
-from fx_fuser.passes.convolution.site import DB, DW, DX, Emit, Parts, Site
+from fx_fuser.passes.convolution.site import DB, DW, DX, Emit, Parts, Site, as_last, is_last
 
 _aten = torch.ops.aten
-_LAST = {"memory_format": torch.channels_last}
-_VECTOR = 8  # elements that an access has
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,11 @@ class DepthwiseSite(Site):
         if not self.is_backward:
             return {0: self._forward(emit, tensors)}
         found: dict[int, Any] = {}
-        dz = _last(emit, tensors["grad_output"])
+        dz = as_last(emit, tensors["grad_output"])
         if DX in self.items:
             found[DX] = self._of_input(emit, dz, tensors["weight"])
         if DW in self.items:
-            x = _last(emit, tensors["input"])
+            x = as_last(emit, tensors["input"])
             numbers = self._spec(DW).name, self.padding, self.window, self.stride
             dw = self.run(emit, OF_WEIGHT, x, dz, *numbers)
             found[DW] = self._laid(emit, dw, self.items[DW].meta["val"])
@@ -80,7 +78,7 @@ class DepthwiseSite(Site):
         return found
 
     def _forward(self, emit: Emit, tensors: Mapping[str, Any]) -> Any:
-        x, numbers = _last(emit, tensors["input"]), (self.padding, self.stride, False)
+        x, numbers = as_last(emit, tensors["input"]), (self.padding, self.stride, False)
         z = self.run(emit, FORWARD, x, tensors["weight"], self._spec(None).name, *numbers)
         if "bias" not in tensors:
             return z
@@ -108,20 +106,6 @@ def _contiguous(site: DepthwiseSite) -> tuple[int, ...]:
     """The weight's strides where it is contiguous."""
     height, width = site.window
     return height * width, height * width, width, 1
-
-
-def _is_last(image: Tensor) -> bool:
-    """Has it the strides that channels_last gives?"""
-    _, c, h, w = image.shape
-    return image.stride() == (c * h * w, 1, w * c, c)
-
-
-def _last(emit: Emit, value: Any) -> Any:
-    """In channels_last, copied where it is not, or begins in the middle of a vector."""
-    fake = value.meta["val"] if isinstance(value, Node) else value
-    if _is_last(fake) and fake.storage_offset() % _VECTOR == 0:
-        return value
-    return emit(_aten.clone.default, value, **_LAST)
 
 
 def _fault_of_numbers(parts: Parts) -> str:
@@ -161,6 +145,6 @@ def _fault_of_results(site: DepthwiseSite) -> str:
             taps, _, width, _ = _contiguous(site)
             if value.stride() not in (_contiguous(site), (taps, 1, width, 1)):
                 return "the gradient of its weight is not contiguous"
-        elif not _is_last(value):
+        elif not is_last(value):
             return "its results are not in channels_last"
     return ""
