@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.kernels import attention
@@ -27,7 +28,7 @@ from fx_fuser.ops import run
 from fx_fuser.ops.attention_bias import window as window_op
 from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 from fx_fuser.passes import attention_split
-from fx_fuser.passes.attention_split import biased
+from fx_fuser.passes.attention_split import ATTENTION, ATTENTION_BACKWARD, biased
 from fx_fuser.passes.by_hand.plain import Plain
 from fx_fuser.passes.graph_pass import loaded
 from fx_fuser.passes.masks import Stays
@@ -131,31 +132,35 @@ class Race:
 
 # ---- of windows --------------------------------------------------------------------------------
 
+_LANES = 16  # of a row of torch's mask, at most, in whole vectors
 # Scores below which the launches of what is written take longer than what they do.
 _FEW_SCORES = 2**20
 # tests/passes/test_by_hand_windows_gpu.py is to run the kernels on a GPU first.
 WINDOWS_HAVE_RUN = False
+SAFE_WINDOWS_HAVE_RUN = False  # in place of torch's call
 
 
 @dataclass(frozen=True)
 class Windows:
     """`fx_fuser.ops.attention_bias.window` beside two gemms of the library with a softmax between
-    them. What is added to the scores is not timed, nor its gradient: Inductor fuses the one, and
-    the other costs what is written more than the op."""
+    them, or, if it is safe, beside torch's call. What is added to the scores is not timed, nor its
+    gradient behind torch's backward: Inductor fuses the one, and the other costs what is written
+    more than the op."""
 
     forms: Mapping[str, TensorForm]
     scale: float
+    is_safe: bool
     trains: bool
 
     @classmethod
     def of(
         cls, operands: Sequence[Tensor], bias: Tensor, dtype: torch.dtype, scale: float,
-        trains: bool,
+        is_safe: bool, trains: bool,
     ) -> Windows:  # fmt: skip
         """Of fake tensors. dtype: that operands are cast to."""
         forms = {n: form_of_value(t, dtype) for n, t in zip(("query", "key", "value"), operands)}
         forms["bias"] = form_of_value(bias)
-        return cls(forms, scale, trains)  # type: ignore[arg-type]
+        return cls(forms, scale, is_safe, trains)  # type: ignore[arg-type]
 
     @property
     def _specs(self) -> list[KernelSpec | None]:
@@ -176,7 +181,7 @@ class Windows:
                 raise Stays(f"its {name} does not lie in rows of whole vectors of 16 bytes")
         if on_cpu:
             return
-        if not WINDOWS_HAVE_RUN:
+        if not (SAFE_WINDOWS_HAVE_RUN if self.is_safe else WINDOWS_HAVE_RUN):
             raise Stays("the kernels of such windows have not run on a GPU yet")
         if math.prod((*q.size[:3], k.size[2])) < _FEW_SCORES:
             raise Stays("it is small: its launches take as long")
@@ -189,18 +194,18 @@ class Windows:
         needed = [spec for spec in self._specs if spec is not None]
         if loaded(needed, query.device, "attention", strict) != {*needed}:
             return "its kernel does not build"
-        key = "attention of windows", *self.forms.items(), self.scale, self.trains
+        key = "attention of windows", *self.forms.items(), self.scale, self.is_safe, self.trains
         times = contest.times(key, self.candidates, query.device)
         if isinstance(times, str):
             return times
-        by_hand, fused = (took.gpu for took in times)
-        log.info("windows %s: by hand %.4g ms, fused %.4g", query.size, by_hand, fused)
-        if contest.gains(fused, by_hand):
+        written, fused = (took.gpu for took in times)
+        log.info("windows %s: as written %.4g ms, fused %.4g", query.size, written, fused)
+        if contest.gains(fused, written):
             return ""
-        return f"{by_hand:.3g} ms as it is written, {fused:.3g} fused"
+        return f"{written:.3g} ms as it is written, {fused:.3g} fused"
 
     def candidates(self) -> list[Candidate]:
-        """As it is written, by the library; fused."""
+        """As it is written, by the library or torch; fused."""
         query, bias = self.forms["query"], self.forms["bias"]
         generator = torch.Generator(query.device).manual_seed(0)
         tensors = [form.random(generator) for form in self.forms.values()]
@@ -211,20 +216,41 @@ class Windows:
         of_few = None if d_out is None else d_out[:some]
         runs = [functools.partial(self._fused, op, few, of_few) for op in (run.IN_TORCH, run.MANY)]
         compare(runs, "attention of windows", query.dtype)
+        fused = functools.partial(self._fused, run.MANY, tensors, d_out)
+        if self.is_safe:
+            return [Candidate(self._torchs(tensors, d_out)), Candidate(fused)]
         q, k, v = (t.flatten(0, 1).contiguous() for t in tensors[:3])
         d_rows = None if d_out is None else d_out.flatten(0, 1).contiguous()
         by_hand = functools.partial(_by_hand, torch.matmul, torch.matmul, q, k, v, d_rows)
-        fused = functools.partial(self._fused, run.MANY, tensors, d_out)
         return [Candidate(by_hand), Candidate(fused)]
+
+    def _torchs(
+        self, tensors: Sequence[Tensor], d_out: Tensor | None
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Its call, which reads the bias in 16 bits, of all batches, with rows of whole vectors."""
+        q, k, v, bias = tensors
+        rows = F.pad(bias.to(q.dtype), (0, -bias.shape[3] % _LANES))
+        whole = rows.repeat(q.shape[0] // bias.shape[0], 1, 1, 1)[..., : bias.shape[3]]
+        if d_out is None:
+            forward = functools.partial(F.scaled_dot_product_attention, scale=self.scale)
+            return lambda: [forward(q, k, v, whole)]
+
+        def both() -> Sequence[Tensor]:
+            out, lse, *drawn = ATTENTION(q, k, v, whole, True, scale=self.scale)
+            given = d_out, q, k, v, whole, out, lse, *drawn, 0.0, [True] * 4
+            return [out, *ATTENTION_BACKWARD(*given, scale=self.scale)]
+
+        return both
 
     def _fused(
         self, op: Callable[..., list[Tensor]], tensors: Sequence[Tensor], d_out: Tensor | None
     ) -> Sequence[Tensor]:
         forward, *backward = (spec.name for spec in self._specs if spec is not None)
-        made = op(*run.arguments(window_op.FORWARD, (*tensors, forward, self.scale)))
+        numbers = self.scale, self.is_safe
+        made = op(*run.arguments(window_op.FORWARD, (*tensors, forward, *numbers)))
         if d_out is None:
             return made
-        given = d_out, *tensors, *backward, self.scale, True
+        given = d_out, *tensors, *backward, *numbers, True
         return [*made, *op(*run.arguments(window_op.BACKWARD, given))]
 
 
