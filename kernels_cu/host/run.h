@@ -25,6 +25,7 @@
 #include "host/conv1d.h"
 #include "host/conv_backward.h"
 #include "host/folded.h"
+#include "host/gather_rows.h"
 #include "host/linear.h"
 #include "host/made.h"
 
@@ -276,6 +277,8 @@ Program program_of(const std::string& program) {
   if (name == "attention_window_backward") {
     return program_of(make_attention_window_backward, text);
   }
+  if (name == "gather_rows") return program_of(make_gather_rows, text);
+  if (name == "gather_rows_backward") return program_of(make_gather_rows_backward, text);
   if (name == "conv1d") return program_of(make_conv1d, text);
   if (name == "conv1d_weight") return program_of(make_conv1d_weight, text);
   if (name == "conv2d") return program_of(make_conv2d, text);

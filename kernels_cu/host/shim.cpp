@@ -19,6 +19,7 @@
 #include "host/depthwise.h"
 #include "host/fold.h"
 #include "host/folded.h"
+#include "host/gather_rows.h"
 #include "host/head_loss.h"
 #include "host/implicit.h"
 #include "host/kernel.h"

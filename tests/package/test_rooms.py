@@ -213,6 +213,7 @@ NAMED = {
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},
     "ops.attention_bias.window": {"attention"},
+    "ops.attention_bias.gathered": {"attention"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
