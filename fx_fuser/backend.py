@@ -29,6 +29,7 @@ from fx_fuser.ops import calls, head_kept
 from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced
 from fx_fuser.passes import contractions, conv1d, folding, head_loss, masks, padding, provenance
+from fx_fuser.passes.by_hand import gathers
 from fx_fuser.passes.by_hand import rewrite as by_hand
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
@@ -216,6 +217,7 @@ def _search(
         if rewritten and not hidden:
             of_graph = by_hand.rewrite(graph, reader.scope(module, graph), options, rewritten)
             attentions, attended = of_graph.by_hand, [*attended, *of_graph.of_torch]
+            attended += gathers.rewrite(graph, options, rewritten)
         else:
             attentions = attentions_by_hand(graph, options.strict) if active and is_told else []
         sums = contractions.contract(graph, options) if options.contracts and not hidden else []

@@ -79,7 +79,7 @@ def _called(x: Tensor, index: Tensor, transposed: bool) -> Tensor:
     return made
 
 
-def _composite(x: Tensor, index: Tensor, transposed: bool) -> Tensor:
+def _composite(x: Tensor, index: Tensor, transposed: bool = False) -> Tensor:
     batches = x.shape[:-2]
     x = x.reshape(-1, *x.shape[-2:])
     if torch.is_grad_enabled() and x.requires_grad:
@@ -108,8 +108,7 @@ def _load(x: Tensor, kernel: str) -> None:
         load.prepare([_specs()[kernel]], x.device)
     except Exception as error:
         warnings.warn(
-            f"fx_fuser leaves a gather to torch: {type(error).__name__}: {error}; "
-            "please report it",
+            f"fx_fuser leaves a gather to torch: {type(error).__name__}: {error}; please report it",
             stacklevel=2,
         )
 

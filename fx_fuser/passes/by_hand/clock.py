@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.kernels import attention
-from fx_fuser.kernels.attention import window
+from fx_fuser.kernels.attention import gathered, window
 from fx_fuser.kernels.split import SPLIT_GEMM, reset_fallback, split_gemm
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
+from fx_fuser.ops.attention_bias import gathered as gathered_op
 from fx_fuser.ops.attention_bias import window as window_op
 from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 from fx_fuser.passes import attention_split
@@ -252,6 +253,63 @@ class Windows:
             return made
         given = d_out, *tensors, *backward, *numbers, True
         return [*made, *op(*run.arguments(window_op.BACKWARD, given))]
+
+
+# ---- gathers -----------------------------------------------------------------------------------
+
+# tests/kernels/test_gather_rows.py is to run the kernels on a GPU first.
+GATHERS_HAVE_RUN = False
+
+
+def check_gather(x: Tensor, index: Tensor, transposed: bool, on_cpu: bool, strict: bool) -> None:
+    """Raises Stays where a gather and its gradient are better left as they are written. x, index:
+    fake tensors, as `fx_fuser.ops.attention_bias.gathered` has them."""
+    if on_cpu:
+        return
+    if not GATHERS_HAVE_RUN:
+        raise Stays("the kernels of gathers have not run on a GPU yet")
+    rows = math.prod(x.shape[:-2])
+    if rows * index.numel() < _FEW_SCORES:
+        raise Stays("it is small: its launches take as long")
+    forms = form_of_value(x), form_of_value(index)
+    spec = gathered.spec_of(x.dtype)
+    if loaded([spec], x.device, "gathers", strict) != {spec}:
+        raise Stays("its kernel does not build")
+    make = functools.partial(_of_gather, *forms, transposed)
+    times = contest.times(("gather", *forms, transposed), make, x.device)
+    if isinstance(times, str):
+        raise Stays(times)
+    torchs, ours = (took.gpu for took in times)
+    log.info("gather of %s: torch's %.4g ms, ours %.4g", tuple(x.shape), torchs, ours)
+    if not contest.gains(ours, torchs):
+        raise Stays(f"{torchs:.3g} ms by torch, {ours:.3g} by its kernels")
+
+
+def _of_gather(x_form: TensorForm, index_form: TensorForm, transposed: bool) -> list[Candidate]:
+    """Forward and backward: torch's operations, which add by atomic operations, as Inductor's code
+    does; ours. The index is as DeBERTa's: neighbours read neighbouring places."""
+    device = x_form.device
+    x = x_form.random(torch.Generator(device).manual_seed(0)).flatten(0, -3)
+    rows, columns = index_form.size
+    places = x.shape[2]
+    at = torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)
+    index = (at + places // 2).clamp(0, places - 1)
+    d_out = x.new_empty(x.shape[0], rows, columns).normal_()
+    name = gathered.spec_of(x.dtype).name
+    given = run.arguments(gathered_op.FORWARD, (x, index, name, transposed))
+    back = run.arguments(gathered_op.BACKWARD, (d_out, index, name, places))
+
+    def by(op: Callable[..., list[Tensor]]) -> list[Tensor]:
+        return [*op(*given), *op(*back)]
+
+    def torchs() -> Sequence[Tensor]:
+        whole = index.expand(x.shape[0], -1, -1)
+        out = x.gather(-1, whole)
+        return out, torch.zeros_like(x).scatter_add_(-1, whole, d_out)
+
+    ours = functools.partial(by, run.MANY)
+    compare([functools.partial(by, run.IN_TORCH), ours], "gather", x.dtype)
+    return [Candidate(torchs), Candidate(ours)]
 
 
 _Gemm = Callable[[Tensor, Tensor], Tensor]
