@@ -15,6 +15,9 @@ from test_by_hand_windows import Attend, check, inputs, parts, windows_in
 from torch import Tensor, nn
 
 from benchmarks.sm90 import relative
+from fx_fuser.graph.attention.find import find
+from fx_fuser.graph.attention.site import AttentionSite, Refused
+from fx_fuser.graph.read.view import View
 from fx_fuser.ops.attention_bias.window import ATTENTION_WINDOW
 from fx_fuser.passes.by_hand import clock
 
@@ -110,6 +113,22 @@ def test_a_sum_in_16_bits() -> None:
     torch.testing.assert_close(made, attend(*given), rtol=2e-3, atol=2e-3)
 
 
+def test_a_sum_without_gradients() -> None:
+    """Its parts have some."""
+
+    def attend(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        learned = bias_of(table)
+        with torch.no_grad():
+            whole = learned + mask[0]
+        return called(packed, whole)
+
+    given = inputs(torch.float32)
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(attend, backend=_edited)(*given).sum().backward()
+    assert given[0].grad is not None and given[1].grad is None
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_rows_that_see_nothing_are_zero(trains: bool) -> None:
     packed, table, mask = inputs(torch.float32)
@@ -120,6 +139,18 @@ def test_rows_that_see_nothing_are_zero(trains: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = torch.compile(both, backend=_edited)(*given)
     assert not out[1, 3].any() and not out.isnan().any()
+
+
+def test_a_mask_that_autocast_rounds() -> None:
+    """The least number of fp32 is minus infinity in 16 bits."""
+    packed, table, mask = inputs(torch.float32)
+    mask = mask.clone()
+    mask[1, 3] = torch.finfo(torch.float32).min
+    given = [packed.detach(), table.detach(), mask]
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        made, eager = torch.compile(both, backend=_edited)(*given), both(*given)
+    assert not made[1, 3].any() and not eager[1, 3].any()
 
 
 def _edited(module: Any, example: Sequence[Any]) -> Any:
@@ -166,14 +197,7 @@ def in_place(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     return called(packed, whole)
 
 
-def other_grad_mode(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
-    """Its parts have gradients, the sum has none."""
-    with torch.no_grad():
-        whole = bias_of(table) + repeated(mask, packed.shape[0])
-    return called(packed, whole)
-
-
-STAY = [boolean, of_all_batches, dropped, long_rows, twice, changed, in_place, other_grad_mode]
+STAY = [boolean, of_all_batches, dropped, long_rows, twice, changed, in_place]
 
 
 @pytest.mark.parametrize("attend", STAY)
@@ -181,6 +205,21 @@ def test_what_stays(attend: Attend) -> None:
     seen = check(attend, inputs(torch.float32), amp=True)
     assert windows_in(seen) == 0 and len(seen.calls) == 1
     assert not any(found.of_torch for found in seen.found)
+
+
+def test_a_sum_whose_part_changes_is_described_as_it_is() -> None:
+    """It is no reason to refuse the attention."""
+    found: list[AttentionSite | Refused] = []
+
+    def backend(module: Any, example: Sequence[Any]) -> Any:
+        found.extend(find(View(module.graph)))
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(changed, backend=backend)(*inputs(torch.float32))
+    (site,) = found
+    assert isinstance(site, AttentionSite) and not any(one.parts for one in site.operands)
 
 
 def test_fp32_stays() -> None:

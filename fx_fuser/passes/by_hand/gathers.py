@@ -72,7 +72,8 @@ def _rewritten(view: View, node: Node, options: Options, dtypes: frozenset[torch
     if region.functional_level() is not None:
         raise Stays("it is inside a functorch transform or a forward-mode AD level")
     turned, strides = _turned(view, node)
-    if any(is_written(view, one, one, view.nodes[-1]) for one in {node, turned or node, index}):
+    kept = {node, turned or node, index}
+    if any(is_written(view, one, one, view.nodes[-1]) for one in kept):
         raise Stays("its result or its index is written to")
     calls = Calls(node, region)
     lead: Any = meta_tensor(index).ndim - 2  # type: ignore[union-attr]
