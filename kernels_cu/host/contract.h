@@ -8,6 +8,7 @@
 #include "attention/attention_backward_args.h"
 #include "attention/attention_bias_args.h"
 #include "attention/attention_window_args.h"
+#include "attention/gather_rows_args.h"
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
@@ -60,7 +61,8 @@ std::vector<std::string> contract() {
           dropout,
           backward,
           biases,
-          windows};
+          windows,
+          "gathers " + std::to_string(kGatherPlaces) + ":" + std::to_string(kGatherColumns)};
 }
 
 }  // namespace

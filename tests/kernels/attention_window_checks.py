@@ -149,7 +149,7 @@ def hidden_keys(failures: list[str], call: Run, shape: int) -> None:
 
 def safe_rows(failures: list[str], call: Run, shape: int) -> None:
     """As torch's call: a row that sees nothing is 0, and adds nothing to gradients; a row that has
-    a NaN is NaN, and a mask of least numbers hides nothing where it is on all keys."""
+    a NaN is NaN, and one whose keys all have the least number sees them all."""
     torch.manual_seed(shape)
     sizes = Sizes(2, 2, 2, 49, 33, window.SHAPES[shape])
     for dtype in (torch.bfloat16, torch.float16):

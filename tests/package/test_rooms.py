@@ -225,6 +225,7 @@ NAMED = {
     "passes.attention_split.dropout": {"attention"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.by_hand.rewrite": {"attention"},
+    "passes.by_hand.gathers": {"attention"},
     "passes.by_hand.windows": {"attention"},
     "passes.conv1d.__init__": {"conv1d"},
     "passes.conv1d.site": {"conv1d"},

@@ -14,7 +14,8 @@ from fx_fuser.graph.epilogue import Epilogue, kernel_spec
 from fx_fuser.kernels.attention.bias import DTYPES
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
-# kGatherPlaces and kGatherColumns: what a call with more runs by, torch's operations, is right.
+# kGatherPlaces and kGatherColumns: the contract of kernels_cu/host/contract.h compares them. A call
+# with more runs by torch's operations.
 PLACES, COLUMNS = 8192, 65535
 _FAMILY = Family("attention/gather_rows.cuh", "FX_FUSER_GATHER_ROWS", "gather_rows")
 
