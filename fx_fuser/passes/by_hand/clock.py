@@ -272,10 +272,11 @@ def check_gather(x: Tensor, index: Tensor, transposed: bool, on_cpu: bool, stric
     if rows * index.numel() < _FEW_SCORES:
         raise Stays("it is small: its launches take as long")
     forms = form_of_value(x), form_of_value(index)
+    assert forms[0] is not None and forms[1] is not None, "its sizes are known"
     spec = gathered.spec_of(x.dtype)
     if loaded([spec], x.device, "gathers", strict) != {spec}:
         raise Stays("its kernel does not build")
-    make = functools.partial(_of_gather, *forms, transposed)
+    make = functools.partial(_of_gather, forms[0], forms[1], transposed)
     times = contest.times(("gather", *forms, transposed), make, x.device)
     if isinstance(times, str):
         raise Stays(times)

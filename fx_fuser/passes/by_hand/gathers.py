@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -67,7 +68,7 @@ def _rewritten(view: View, node: Node, options: Options, dtypes: frozenset[torch
     x, index = argument_of(node, 0, "input"), argument_of(node, 2, "index")
     if not isinstance(x, Node) or not isinstance(index, Node):
         raise Stays("its operands are not tensors")
-    _check(node, *map(meta_tensor, (x, index, node)), options, dtypes)
+    _check(node, (x, index, node), options, dtypes)
     region = view.region[node]
     if region.functional_level() is not None:
         raise Stays("it is inside a functorch transform or a forward-mode AD level")
@@ -96,8 +97,9 @@ def _rewritten(view: View, node: Node, options: Options, dtypes: frozenset[torch
 
 
 def _check(
-    node: Node, x: Any, index: Any, was: Any, options: Options, dtypes: frozenset[torch.dtype]
+    node: Node, tensors: Sequence[Node], options: Options, dtypes: frozenset[torch.dtype]
 ) -> None:
+    x, index, was = cast(list[torch.Tensor], [*map(meta_tensor, tensors)])
     if any(type(t) is not FakeTensor or t.layout is not torch.strided for t in (x, index, was)):
         raise Stays("it is not of plain tensors")
     if x.dtype not in DTYPES or x.dtype not in dtypes or index.dtype != torch.int64:
