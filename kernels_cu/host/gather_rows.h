@@ -97,8 +97,41 @@ std::optional<Made> make_gather_rows(const Tensor& x, const Tensor& index,
   return Made(out);
 }
 
-// x's gradient, [batch, row, place], of out's, [batch, row, column].
+// Of each row of the index the columns in the order of the places that they read, and where those
+// of each place begin: numbers of 16 bits without a sign.
+std::optional<Made> make_gather_rows_order(const Tensor& index, const std::string& kernel,
+                                           int64_t places) {
+  const auto* kernels = kernels_named<GatherKernels>(kernel, index, "fx_fuser::load_gather_rows");
+  if (kernels == nullptr) return std::nullopt;
+  require_cuda(index, "index");
+  STD_TORCH_CHECK(index.dim() == 2 && index.scalar_type() == ScalarType::Long && places >= 0,
+                  "fx_fuser: an order of ", to_string(index.sizes()), " and ", places, " places");
+  const int64_t rows = index.size(0);
+  const Tensor order = new_dense(index, {rows, index.size(1)}, ScalarType::Short);
+  const Tensor starts = new_dense(index, {rows, places + 1}, ScalarType::Short);
+  if (rows == 0) return Made(order, starts);
+  std::optional<GatherArgs> args = gather_args(index, 1, places);
+  if (!args) return std::nullopt;
+  args->order = static_cast<uint16_t*>(order.data_ptr());
+  args->starts = static_cast<uint16_t*>(starts.data_ptr());
+  const int device = index.get_device_index();
+  const OnDevice on_device(device);
+  constexpr int kWarp = 32;
+  launch(kernels->order, rows, kWarp, current_stream(device), *args);
+  return Made(order, starts);
+}
+
+// Dense, of these sizes, of 16 bits.
+void check_order(const Tensor& tensor, const char* name, int64_t rows, int64_t columns) {
+  require_cuda(tensor, name);
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Short && tensor.dim() == 2 &&
+                      tensor.is_contiguous() && tensor.size(0) == rows && tensor.size(1) == columns,
+                  "fx_fuser: ", name, " of a gather is ", to_string(tensor.sizes()));
+}
+
+// x's gradient, [batch, row, place], of out's, [batch, row, column]. order, starts: as above.
 std::optional<Made> make_gather_rows_backward(const Tensor& d_out, const Tensor& index,
+                                              const Tensor& order, const Tensor& starts,
                                               const std::string& kernel, int64_t places) {
   const auto* kernels = kernels_named<GatherKernels>(kernel, d_out, "fx_fuser::load_gather_rows");
   if (kernels == nullptr) return std::nullopt;
@@ -107,13 +140,12 @@ std::optional<Made> make_gather_rows_backward(const Tensor& d_out, const Tensor&
   const int64_t columns = index.size(1);
   STD_TORCH_CHECK(places >= 0 && d_out.size(2) == columns, "fx_fuser: a gradient of ",
                   to_string(d_out.sizes()), " by ", to_string(index.sizes()));
+  check_order(order, "the order", rows, columns);
+  check_order(starts, "what begins each place", rows, places + 1);
   const Tensor d_x = new_dense(d_out, {d_out.size(0), rows, places}, d_out.scalar_type());
   if (d_x.numel() == 0) return Made(d_x);
   std::optional<GatherArgs> args = gather_args(index, d_out.size(0), places);
   if (!args || (columns > 1 && d_out.stride(2) != 1)) return std::nullopt;
-  // Numbers of 16 bits, whatever their sign.
-  const Tensor order = new_dense(d_out, {rows, columns}, ScalarType::Short);
-  const Tensor starts = new_dense(d_out, {rows, places + 1}, ScalarType::Short);
   args->x = {d_x.data_ptr(), d_x.stride(0), d_x.stride(1)};
   args->d_out = {d_out.data_ptr(), d_out.stride(0), d_out.stride(1)};
   args->order = static_cast<uint16_t*>(order.data_ptr());
@@ -121,8 +153,6 @@ std::optional<Made> make_gather_rows_backward(const Tensor& d_out, const Tensor&
   args->tiles = static_cast<int32_t>(ceil_div(places, int64_t{kGatherThreads}));
   const int device = d_out.get_device_index();
   const OnDevice on_device(device);
-  constexpr int kWarp = 32;
-  launch(kernels->order, rows, kWarp, current_stream(device), *args);
   if (!launch_gather(kernels->backward, rows * args->tiles, *args, device)) return std::nullopt;
   return Made(d_x);
 }

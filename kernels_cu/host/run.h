@@ -278,6 +278,7 @@ Program program_of(const std::string& program) {
     return program_of(make_attention_window_backward, text);
   }
   if (name == "gather_rows") return program_of(make_gather_rows, text);
+  if (name == "gather_rows_order") return program_of(make_gather_rows_order, text);
   if (name == "gather_rows_backward") return program_of(make_gather_rows_backward, text);
   if (name == "conv1d") return program_of(make_conv1d, text);
   if (name == "conv1d_weight") return program_of(make_conv1d_weight, text);

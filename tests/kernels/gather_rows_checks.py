@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.sm90 import CUDA
 from fx_fuser.kernels.attention import gathered
-from fx_fuser.ops.attention_bias.gathered import BACKWARD, FORWARD
+from fx_fuser.ops.attention_bias.gathered import BACKWARD, FORWARD, ORDER
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100)
 Run = Callable[..., Sequence[Tensor]]
@@ -39,6 +39,13 @@ def relative(sizes: Sizes, span: int) -> Tensor:
     return (rows[:, None] - columns + span).clamp(0, sizes.places - 1)
 
 
+def gradient(call: Run, d_out: Tensor, index: Tensor, places: int) -> Tensor:
+    kernel = gathered.spec_of(d_out.dtype).name
+    order, starts = call(ORDER, index, kernel, places)
+    (d_x,) = call(BACKWARD, d_out, index, order, starts, kernel, places)
+    return d_x
+
+
 def judge(
     failures: list[str], what: str, call: Run, given: tuple[Tensor, Tensor], index: Tensor
 ) -> None:
@@ -52,7 +59,13 @@ def judge(
         (out,) = call(FORWARD, x, index, kernel, transposed)
         if not torch.equal(out, wanted.mT if transposed else wanted):
             failures.append(f"{what}: out, transposed {transposed}, differs")
-    (d_x,) = call(BACKWARD, d_out, index, kernel, x.shape[2])
+    d_x = gradient(call, d_out, index, x.shape[2])
+    order, starts = call(ORDER, index, kernel, x.shape[2])
+    found, sorted_columns = index.sort(dim=-1, stable=True)
+    each = torch.arange(x.shape[2] + 1, device=x.device).repeat(len(index), 1)
+    begins = torch.searchsorted(found.contiguous(), each)
+    if not torch.equal(order.long(), sorted_columns) or not torch.equal(starts.long(), begins):
+        failures.append(f"{what}: the order differs")
     sums = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     whole = index.expand(x.shape[0], -1, -1)
     sums.scatter_add_(-1, whole, d_out.double())
@@ -91,7 +104,7 @@ def in_order(failures: list[str], call: Run) -> None:
     d_out[0, 0, ::2] = 2.0**-14
     d_out[0, 0, 1], d_out[0, 0, 68] = 60000.0, -60000.0
     index = torch.zeros(1, columns, dtype=torch.int64, device=CUDA)
-    (d_x,) = call(BACKWARD, d_out, index, gathered.spec_of(torch.float16).name, 3)
+    d_x = gradient(call, d_out, index, 3)
     wanted = torch.zeros(())
     for value in d_out.flatten().float().cpu():
         wanted = wanted + value

@@ -15,7 +15,7 @@ from benchmarks.sm90 import CUDA
 from fx_fuser.kernels.attention import gathered
 from fx_fuser.native import load
 from fx_fuser.ops import run
-from fx_fuser.ops.attention_bias.gathered import BACKWARD, FORWARD
+from fx_fuser.ops.attention_bias.gathered import BACKWARD, FORWARD, ORDER
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Any:
     def refused(*_: object) -> list[Tensor]:
         raise AssertionError("the kernel does not take this")
 
-    for name in (FORWARD, BACKWARD):
+    for name in (FORWARD, ORDER, BACKWARD):
         known = run._functions[name]
         monkeypatch.setitem(run._functions, name, dataclasses.replace(known, in_torch=refused))
     load.prepare(gathered.offered(), CUDA)

@@ -1,4 +1,5 @@
-"""Gathers along rows, as graphs call them: one composite op, and two functions of `fx_fuser::run`.
+"""Gathers along rows, as graphs call them: one composite op, and three functions of
+`fx_fuser::run`.
 
     fx_fuser::gather_rows(x, index, transposed)[..., i, j] = x[..., i, index[i, j]]
 
@@ -6,7 +7,8 @@ x is [..., rows, places] of 16 bits, the index [rows, columns] of int64, which a
 `transposed`: the last two dimensions of the result are exchanged, in memory too.
 
 torch's gradient of a gather adds to memory that others add to, in 16 bits. Here each place adds up
-what has been read from it, in one order, in fp32.
+what has been read from it, in one order, in fp32. That order is a function of the index alone:
+where layers share an index, AOTAutograd merges its calls.
 
 On CUDA kernels_cu/host/gather_rows.h runs the kernels. What these do not take runs by torch's
 operations.
@@ -27,7 +29,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 from fx_fuser.ops.once import differentiable_once
 
-FORWARD, BACKWARD = "gather_rows", "gather_rows_backward"
+FORWARD, ORDER, BACKWARD = "gather_rows", "gather_rows_order", "gather_rows_backward"
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 
 
@@ -41,17 +43,37 @@ def _forward(x: Tensor, index: Tensor, kernel: str, transposed: bool) -> list[Te
     return [made.mT.contiguous() if transposed else made]
 
 
-def _backward_like(d_out: Tensor, index: Tensor, kernel: str, places: int) -> list[Tensor]:
+def _order_like(index: Tensor, kernel: str, places: int) -> list[Tensor]:
+    rows, columns = index.shape
+    sizes = (rows, columns), (rows, places + 1)
+    return [index.new_empty(size, dtype=torch.int16) for size in sizes]
+
+
+def _order(index: Tensor, kernel: str, places: int) -> list[Tensor]:
+    """Of each row the columns in the order of the places that they read, and where those of each
+    place begin. Numbers of 16 bits without a sign."""
+    found, order = index.sort(dim=-1, stable=True)
+    each = torch.arange(places + 1, device=index.device).expand(index.shape[0], -1).contiguous()
+    starts = torch.searchsorted(found.contiguous(), each)
+    return [order.to(torch.int16), starts.to(torch.int16)]
+
+
+def _backward_like(
+    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int
+) -> list[Tensor]:
     return [d_out.new_empty(*d_out.shape[:2], places)]
 
 
-def _backward(d_out: Tensor, index: Tensor, kernel: str, places: int) -> list[Tensor]:
+def _backward(
+    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int
+) -> list[Tensor]:
     sums = d_out.new_zeros(*d_out.shape[:2], places, dtype=torch.float32)
     whole = index.expand(d_out.shape[0], -1, -1)
     return [sums.scatter_add(-1, whole, d_out.float()).to(d_out.dtype)]
 
 
 run.define(FORWARD, _forward, _forward_like)
+run.define(ORDER, _order, _order_like)
 run.define(BACKWARD, _backward, _backward_like)
 
 
@@ -69,7 +91,9 @@ class _Gather(torch.autograd.Function):
         places, transposed = ctx.numbers
         d_out = (d_out.mT if transposed else d_out).contiguous()
         kernel = gathered.spec_of(d_out.dtype).name
-        made: Tensor = run.ONE(*run.arguments(BACKWARD, (d_out, index, kernel, places)))
+        order = run.MANY(*run.arguments(ORDER, (index, kernel, places)))
+        given = d_out, index, *order, kernel, places
+        made: Tensor = run.ONE(*run.arguments(BACKWARD, given))
         return made, None, None
 
 

@@ -298,10 +298,11 @@ def _of_gather(x_form: TensorForm, index_form: TensorForm, transposed: bool) -> 
     d_out = x.new_empty(x.shape[0], rows, columns).normal_()
     name = gathered.spec_of(x.dtype).name
     given = run.arguments(gathered_op.FORWARD, (x, index, name, transposed))
-    back = run.arguments(gathered_op.BACKWARD, (d_out, index, name, places))
+    of_index = run.arguments(gathered_op.ORDER, (index, name, places))
 
     def by(op: Callable[..., list[Tensor]]) -> list[Tensor]:
-        return [*op(*given), *op(*back)]
+        back = d_out, index, *op(*of_index), name, places
+        return [*op(*given), *op(*run.arguments(gathered_op.BACKWARD, back))]
 
     def torchs() -> Sequence[Tensor]:
         whole = index.expand(x.shape[0], -1, -1)
