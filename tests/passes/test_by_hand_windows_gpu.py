@@ -86,9 +86,8 @@ def test_nets(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     counters.clear()
     compiled = torch.compile(net, backend="fx_fuser", options={"strict": True})
     mine = trained(net, compiled, x, amp=True)
-    calls = make is transformers_swin_v1  # torch's, not written by hand
-    found = counters["fx_fuser_masks"]["form"] if calls else counters[rewrite.COUNTER]["attention"]
-    assert found == 4
+    # Some versions of transformers' Swin write it by hand, others call torch's.
+    assert counters[rewrite.COUNTER]["attention"] + counters["fx_fuser_masks"]["form"] == 4
     theirs = trained(net, net, x, amp=True)
     wide = copy.deepcopy(net).double()
     exact = trained(wide, wide, x.double(), amp=False)
