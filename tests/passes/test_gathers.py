@@ -20,6 +20,7 @@ from fx_fuser.kernels.attention import gathered
 from fx_fuser.ops.attention_bias.gathered import GATHER_ROWS
 from fx_fuser.options import Options
 from fx_fuser.passes.by_hand import clock, gathers
+from fx_fuser.planning.bench_ops import form_of_value
 
 B, L, PLACES, KEYS = 3, 12, 20, 7
 MOST = 2  # times eager's error, the contract in 16 bits
@@ -107,6 +108,12 @@ def test_forms(call: Call, dtype: torch.dtype) -> None:
     graph = check(call, inputs(dtype))
     assert taken(graph) == [call is relative_positions]
     assert not any("gather" in str(n.target) for n in graph.nodes if n.target is not GATHER_ROWS)
+
+
+def test_inference_takes_what_is_transposed() -> None:
+    x, index = inputs()
+    assert taken(check(relative_positions, [x.detach(), index])) == [True]
+    assert taken(check(plain, [x.detach(), index])) == []
 
 
 def test_a_sum_of_many_is_as_exact_as_fp32() -> None:
@@ -205,23 +212,28 @@ def test_rows_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_wait_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = torch.empty(8, 5, 6, dtype=torch.bfloat16), torch.empty(5, 4, dtype=torch.int64)
-    clock.check_gather(*given, True, on_cpu=True, strict=True)
+    one = raced(True, True)
+    one.check(on_cpu=True, strict=True)
     monkeypatch.setattr(clock, "GATHERS_HAVE_RUN", False)
     with pytest.raises(Exception, match="have not run on a GPU yet"):
-        clock.check_gather(*given, True, on_cpu=False, strict=True)
+        one.check(on_cpu=False, strict=True)
     monkeypatch.setattr(clock, "GATHERS_HAVE_RUN", True)
     with pytest.raises(Exception, match="it is small"):
-        clock.check_gather(*given, True, on_cpu=False, strict=True)
+        one.check(on_cpu=False, strict=True)
 
 
+def raced(transposed: bool, trains: bool) -> clock.Gather:
+    return clock.Gather(*map(form_of_value, inputs()), transposed, trains)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_contest_runs_both(transposed: bool) -> None:
+def test_the_contest_runs_both(transposed: bool, trains: bool) -> None:
     """On a CPU by torch's operations, which are compared with themselves."""
-    x, index = inputs()
-    forms = map(clock.form_of_value, (x, index))
-    torchs, ours = (one.run() for one in clock._of_gather(*forms, transposed))  # type: ignore[arg-type]
-    assert len(torchs) == len(ours) == 2  # type: ignore[arg-type]
+    torchs, ours = (one.run() for one in raced(transposed, trains).candidates())
+    assert len(torchs) == len(ours) == 1 + trains  # type: ignore[arg-type]
+    shapes = [[t.shape for t in made] for made in (torchs, ours)]  # type: ignore[attr-defined]
+    assert shapes[0] == shapes[1]
 
 
 def test_a_report_says_it() -> None:

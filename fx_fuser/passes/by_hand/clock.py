@@ -261,57 +261,67 @@ class Windows:
 GATHERS_HAVE_RUN = False
 
 
-def check_gather(x: Tensor, index: Tensor, transposed: bool, on_cpu: bool, strict: bool) -> None:
-    """Raises Stays where a gather and its gradient are better left as they are written. x, index:
-    fake tensors, as `fx_fuser.ops.attention_bias.gathered` has them."""
-    if on_cpu:
-        return
-    if not GATHERS_HAVE_RUN:
-        raise Stays("the kernels of gathers have not run on a GPU yet")
-    rows = math.prod(x.shape[:-2])
-    if rows * index.numel() < _FEW_SCORES:
-        raise Stays("it is small: its launches take as long")
-    forms = form_of_value(x), form_of_value(index)
-    assert forms[0] is not None and forms[1] is not None, "its sizes are known"
-    spec = gathered.spec_of(x.dtype)
-    if loaded([spec], x.device, "gathers", strict) != {spec}:
-        raise Stays("its kernel does not build")
-    make = functools.partial(_of_gather, forms[0], forms[1], transposed)
-    times = contest.times(("gather", *forms, transposed), make, x.device)
-    if isinstance(times, str):
-        raise Stays(times)
-    torchs, ours = (took.gpu for took in times)
-    log.info("gather of %s: torch's %.4g ms, ours %.4g", tuple(x.shape), torchs, ours)
-    if not contest.gains(ours, torchs):
-        raise Stays(f"{torchs:.3g} ms by torch, {ours:.3g} by its kernels")
+@dataclass(frozen=True)
+class Gather:
+    """`fx_fuser.ops.attention_bias.gathered` beside torch's operations, whose gradient adds by
+    atomic operations, as Inductor's code does."""
 
+    x: TensorForm
+    index: TensorForm  # [rows, columns]
+    transposed: bool
+    trains: bool
 
-def _of_gather(x_form: TensorForm, index_form: TensorForm, transposed: bool) -> list[Candidate]:
-    """Forward and backward: torch's operations, which add by atomic operations, as Inductor's code
-    does; ours. The index is as DeBERTa's: neighbours read neighbouring places."""
-    device = x_form.device
-    x = x_form.random(torch.Generator(device).manual_seed(0)).flatten(0, -3)
-    rows, columns = index_form.size
-    places = x.shape[2]
-    at = torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)
-    index = (at + places // 2).clamp(0, places - 1)
-    d_out = x.new_empty(x.shape[0], rows, columns).normal_()
-    name = gathered.spec_of(x.dtype).name
-    given = run.arguments(gathered_op.FORWARD, (x, index, name, transposed))
-    of_index = run.arguments(gathered_op.ORDER, (index, name, places))
+    def check(self, on_cpu: bool, strict: bool) -> None:
+        """Raises Stays where it is better left as it is written."""
+        if on_cpu:
+            return
+        if not GATHERS_HAVE_RUN:
+            raise Stays("the kernels of gathers have not run on a GPU yet")
+        if math.prod((*self.x.size[:-2], *self.index.size)) < _FEW_SCORES:
+            raise Stays("it is small: its launches take as long")
+        spec, device = gathered.spec_of(self.x.dtype), self.x.device
+        if loaded([spec], device, "gathers", strict) != {spec}:
+            raise Stays("its kernel does not build")
+        times = contest.times(("gather", self), self.candidates, device)
+        if isinstance(times, str):
+            raise Stays(times)
+        torchs, ours = (took.gpu for took in times)
+        log.info("gather of %s: torch's %.4g ms, ours %.4g", self.x.size, torchs, ours)
+        if not contest.gains(ours, torchs):
+            raise Stays(f"{torchs:.3g} ms by torch, {ours:.3g} by its kernels")
 
-    def by(op: Callable[..., list[Tensor]]) -> list[Tensor]:
-        back = d_out, index, *op(*of_index), name, places
-        return [*op(*given), *op(*run.arguments(gathered_op.BACKWARD, back))]
+    def candidates(self) -> list[Candidate]:
+        """Torch's, ours. The index is as DeBERTa's: neighbours read neighbouring places."""
+        device, (rows, columns) = self.x.device, self.index.size
+        x = self.x.random(torch.Generator(device).manual_seed(0)).flatten(0, -3)
+        places = x.shape[2]
+        at = torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)
+        index = (at + places // 2).clamp(0, places - 1)
+        d_out = x.new_empty(x.shape[0], rows, columns).normal_() if self.trains else None
 
-    def torchs() -> Sequence[Tensor]:
-        whole = index.expand(x.shape[0], -1, -1)
-        out = x.gather(-1, whole)
-        return out, torch.zeros_like(x).scatter_add_(-1, whole, d_out)
+        def torchs() -> Sequence[Tensor]:
+            whole = index.expand(x.shape[0], -1, -1)
+            out = x.gather(-1, whole)
+            out = out.mT.contiguous() if self.transposed else out
+            if d_out is None:
+                return (out,)
+            return out, torch.zeros_like(x).scatter_add_(-1, whole, d_out)
 
-    ours = functools.partial(by, run.MANY)
-    compare([functools.partial(by, run.IN_TORCH), ours], "gather", x.dtype)
-    return [Candidate(torchs), Candidate(ours)]
+        ours = functools.partial(self._by, run.MANY, x, index, d_out)
+        runs = functools.partial(self._by, run.IN_TORCH, x, index, d_out), ours
+        compare(runs, "gather", x.dtype)
+        return [Candidate(torchs), Candidate(ours)]
+
+    def _by(
+        self, op: Callable[..., list[Tensor]], x: Tensor, index: Tensor, d_out: Tensor | None
+    ) -> list[Tensor]:
+        name, places = gathered.spec_of(x.dtype).name, x.shape[2]
+        made = op(*run.arguments(gathered_op.FORWARD, (x, index, name, self.transposed)))
+        if d_out is None:
+            return made
+        order = op(*run.arguments(gathered_op.ORDER, (index, name, places)))
+        given = d_out, index, *order, name, places
+        return [*made, *op(*run.arguments(gathered_op.BACKWARD, given))]
 
 
 _Gemm = Callable[[Tensor, Tensor], Tensor]

@@ -1,11 +1,11 @@
 """`torch.gather` along rows of 16 bits, by an index that batches share → `fx_fuser::gather_rows`
-(`fx_fuser.ops.attention_bias.gathered`), in training.
+(`fx_fuser.ops.attention_bias.gathered`), in training, and in inference if it is transposed.
 
 DeBERTa's attention reads scores of relative positions so, twice a layer: of the queries by a
 position of each key, and of the keys by a position of each query, transposed. In the backward
 Inductor adds all scores' gradients to memory one by one, by atomic operations of 16 bits, in the
 order in which softmax's backward finds them: a millisecond a layer of 16 x 384 tokens, where the
-bytes take a tenth.
+bytes take a tenth. And softmax, row by row, reads what is transposed element by element.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from fx_fuser.options import Options
 from fx_fuser.passes.by_hand import clock
 from fx_fuser.passes.by_hand.layout import Calls
 from fx_fuser.passes.masks import GATHER, Mask, Stays
+from fx_fuser.planning.bench_ops import form_of_value
 
 log = logging.getLogger("fx_fuser.passes.by_hand")
 _SHARED = "its gradient adds up what was read from each place"
@@ -73,6 +74,9 @@ def _rewritten(view: View, node: Node, options: Options, dtypes: frozenset[torch
     if region.functional_level() is not None:
         raise Stays("it is inside a functorch transform or a forward-mode AD level")
     turned, strides = _turned(view, node)
+    trains: bool = node.meta["example_value"].requires_grad
+    if not trains and turned is None:
+        raise Stays("it has no gradient, and whatever reads it gathers as fast")
     kept = {node, turned or node, index}
     if any(is_written(view, one, one, view.nodes[-1]) for one in kept):
         raise Stays("its result or its index is written to")
@@ -83,8 +87,10 @@ def _rewritten(view: View, node: Node, options: Options, dtypes: frozenset[torch
         made = calls.function(GATHER_ROWS, x, shared, turned is not None)
         end = turned or node
         _check_value(made.meta["example_value"], meta_tensor(end))
-        forms = x.meta["example_value"], shared.meta["example_value"], turned is not None
-        clock.check_gather(*forms, options.cpu_ops, options.strict)
+        forms = [form_of_value(n.meta["example_value"]) for n in (x, shared)]
+        assert forms[0] is not None and forms[1] is not None, "its sizes are known"
+        gather = clock.Gather(forms[0], forms[1], turned is not None, trains)
+        gather.check(options.cpu_ops, options.strict)
     except Exception:
         calls.undo()
         raise
@@ -106,8 +112,6 @@ def _check(
         raise Stays(f"it is of {x.dtype} by {index.dtype}")
     if any(t.device.type != ("cpu" if options.cpu_ops else "cuda") for t in (x, index)):
         raise Stays("it is on another device")
-    if not was.requires_grad:
-        raise Stays("it has no gradient")
     if argument_of(node, 3, "sparse_grad") or node.kwargs.get("out") is not None:
         raise Stays("its gradient is sparse, or it has an out")
     if not all(isinstance(n, int) for t in (x, index) for n in (*t.shape, *t.stride())):
