@@ -147,16 +147,27 @@ __device__ __forceinline__ void sort_columns(const GatherArgs& args) {
   });
 }
 
+// The columns of a place, of one row.
+struct Columns {
+  const uint16_t* order;
+  int first;
+  int end;
+
+  __device__ __forceinline__ Columns(const GatherArgs& args, int row, int place, bool is_there) {
+    order = args.order + static_cast<int64_t>(row) * args.columns;
+    const uint16_t* starts = args.starts + static_cast<int64_t>(row) * (args.places + 1) + place;
+    first = is_there ? starts[0] : 0;
+    end = is_there ? starts[1] : 0;
+  }
+};
+
 template <class T>
 __device__ __forceinline__ void add_columns(const GatherArgs& args) {
   const Chunk chunk(args);
   const int row = chunk.tile / args.tiles;
   const int place = chunk.tile % args.tiles * kGatherThreads + static_cast<int>(threadIdx.x);
   if (place >= args.places) return;
-  const uint16_t* starts = args.starts + static_cast<int64_t>(row) * (args.places + 1) + place;
-  const uint16_t* order = args.order + static_cast<int64_t>(row) * args.columns;
-  const int first = starts[0];
-  const int end = starts[1];
+  const auto [order, first, end] = Columns(args, row, place, true);
   const T* from = static_cast<const T*>(args.d_out.data) + row * args.d_out.row_stride;
   T* to = static_cast<T*>(args.x.data) + row * args.x.row_stride + place;
   const T* one = from + (first < end ? order[first] : 0);
@@ -187,6 +198,112 @@ __device__ __forceinline__ void add_columns(const GatherArgs& args) {
   }
 }
 
+// Least and largest of a block's values.
+struct Range {
+  int low;
+  int high;
+
+  __device__ __forceinline__ void of_block() {
+    __shared__ int of_warp[2][kThreadRows];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      low = min(low, __shfl_xor_sync(0xFFFFFFFF, low, step));
+      high = max(high, __shfl_xor_sync(0xFFFFFFFF, high, step));
+    }
+    of_warp[0][threadIdx.x / 32] = low;
+    of_warp[1][threadIdx.x / 32] = high;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < kThreadRows; ++warp) {
+      low = min(low, of_warp[0][warp]);
+      high = max(high, of_warp[1][warp]);
+    }
+  }
+};
+
+// As add_columns, of a gradient whose rows are adjacent: neighbouring places of neighbouring rows
+// read neighbouring columns, most often, and these are staged in shared memory.
+template <class T>
+__device__ __forceinline__ void add_columns_transposed(const GatherArgs& args) {
+  __shared__ T staged[kGatherAtOnce][kGatherSpan][kGatherTile + 2];
+  const Chunk chunk(args);
+  const int first_row = chunk.tile / args.tiles * kGatherTile;
+  const int across = static_cast<int>(threadIdx.x) % kGatherTile;
+  const int down = static_cast<int>(threadIdx.x) / kGatherTile;
+  const int place = chunk.tile % args.tiles * kGatherTile + across;
+  const T* d_out = static_cast<const T*>(args.d_out.data) + first_row;
+  int one[kOfThread];  // the first column
+  int more = 0;        // do others read the place?
+  Range range{args.columns, -1};
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    const int row = first_row + down + i * kThreadRows;
+    const Columns columns(args, row, place, row < args.rows && place < args.places);
+    one[i] = columns.first < columns.end ? columns.order[columns.first] : -1;
+    if (one[i] >= 0) {
+      range.low = min(range.low, one[i]);
+      range.high = max(range.high, one[i]);
+    }
+    more |= columns.end - columns.first > 1 ? 1 : 0;
+  }
+  range.of_block();
+  const int span = range.high - range.low + 1;  // not above 0 where nothing reads these places
+  const bool is_staged = span <= kGatherSpan;
+#pragma unroll 1
+  for (int batch = chunk.first; batch < chunk.end; batch += kGatherAtOnce) {
+    const int count = min(kGatherAtOnce, chunk.end - batch);
+    const T* of_batch = d_out + batch * args.d_out.batch_stride;
+    if (is_staged) {
+      __syncthreads();  // the batches before have been read
+#pragma unroll
+      for (int n = 0; n < kGatherAtOnce; ++n) {
+#pragma unroll
+        for (int i = 0; i < kGatherSpan / kThreadRows; ++i) {
+          const int step = down + i * kThreadRows;
+          if (n >= count || step >= span || first_row + across >= args.rows) continue;
+          staged[n][step][across] = of_batch[n * args.d_out.batch_stride +
+                                             (range.low + step) * args.d_out.row_stride + across];
+        }
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int of_tile = down + i * kThreadRows;
+      const int row = first_row + of_tile;
+      if (row >= args.rows || place >= args.places) continue;
+      float sum[kGatherAtOnce] = {};
+      const auto add = [&](int column) {
+#pragma unroll
+        for (int n = 0; n < kGatherAtOnce; ++n) {
+          const int64_t at = n * args.d_out.batch_stride + column * args.d_out.row_stride;
+          if (n < count) sum[n] += convert<float>(of_batch[at + of_tile]);
+        }
+      };
+      if (one[i] >= 0 && is_staged) {
+#pragma unroll
+        for (int n = 0; n < kGatherAtOnce; ++n) {
+          if (n < count) sum[n] = convert<float>(staged[n][one[i] - range.low][of_tile]);
+        }
+      } else if (one[i] >= 0) {
+        add(one[i]);
+      }
+      if (more != 0) {
+        const Columns columns(args, row, place, true);
+#pragma unroll 1
+        for (int other = columns.first + 1; other < columns.end; ++other) {
+          add(columns.order[other]);
+        }
+      }
+      T* to = static_cast<T*>(args.x.data) + row * args.x.row_stride + place;
+#pragma unroll
+      for (int n = 0; n < kGatherAtOnce; ++n) {
+        if (n < count) to[(batch + n) * args.x.batch_stride] = convert<T>(sum[n]);
+      }
+    }
+  }
+}
+
 }  // namespace fx_fuser::gather_rows
 
 #define FX_FUSER_GATHER_ROWS(functor, scalars, Acc, Out, In)                               \
@@ -205,4 +322,9 @@ __device__ __forceinline__ void add_columns(const GatherArgs& args) {
   extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                   \
       fx_fuser_gather_rows_backward(const __grid_constant__ fx_fuser::GatherArgs args) {   \
     fx_fuser::gather_rows::add_columns<In>(args);                                          \
+  }                                                                                        \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                   \
+      fx_fuser_gather_rows_backward_transposed(                                            \
+          const __grid_constant__ fx_fuser::GatherArgs args) {                             \
+    fx_fuser::gather_rows::add_columns_transposed<In>(args);                               \
   }

@@ -22,6 +22,7 @@ struct GatherKernels {
   Kernel transposed;
   Kernel order;
   Kernel backward;
+  Kernel backward_transposed;
   ScalarType type;
 };
 
@@ -35,14 +36,17 @@ int64_t load_gather_rows(const Sources& from) {
   kernels->transposed = get_kernel(library, "fx_fuser_gather_rows_transposed");
   kernels->order = get_kernel(library, "fx_fuser_gather_rows_order");
   kernels->backward = get_kernel(library, "fx_fuser_gather_rows_backward");
+  kernels->backward_transposed = get_kernel(library, "fx_fuser_gather_rows_backward_transposed");
   return keep<GatherKernels>(from, std::move(kernels));
 }
 const AddLoader kGatherRowsLoader("gather_rows", load_gather_rows);
 
-void check_gather(const Tensor& rows, const char* name, ScalarType type, const Tensor& index) {
+// row: the dimension of rows.
+void check_gather(const Tensor& rows, const char* name, ScalarType type, const Tensor& index,
+                  int64_t row = 1) {
   require_cuda(rows, name);
   require_cuda(index, "index");
-  const bool fits = rows.dim() == 3 && index.dim() == 2 && rows.size(1) == index.size(0);
+  const bool fits = rows.dim() == 3 && index.dim() == 2 && rows.size(row) == index.size(0);
   STD_TORCH_CHECK(fits && rows.scalar_type() == type && index.scalar_type() == ScalarType::Long,
                   "fx_fuser: a gather of ", to_string(rows.sizes()), " by ",
                   to_string(index.sizes()));
@@ -129,31 +133,38 @@ void check_order(const Tensor& tensor, const char* name, int64_t rows, int64_t c
                   "fx_fuser: ", name, " of a gather is ", to_string(tensor.sizes()));
 }
 
-// x's gradient, [batch, row, place], of out's, [batch, row, column]. order, starts: as above.
+// x's gradient, [batch, row, place], of out's, [batch, row, column], or transposed. order, starts:
+// as above.
 std::optional<Made> make_gather_rows_backward(const Tensor& d_out, const Tensor& index,
                                               const Tensor& order, const Tensor& starts,
-                                              const std::string& kernel, int64_t places) {
+                                              const std::string& kernel, int64_t places,
+                                              bool is_transposed) {
   const auto* kernels = kernels_named<GatherKernels>(kernel, d_out, "fx_fuser::load_gather_rows");
   if (kernels == nullptr) return std::nullopt;
-  check_gather(d_out, "d_out", kernels->type, index);
+  check_gather(d_out, "d_out", kernels->type, index, is_transposed ? 2 : 1);
   const int64_t rows = index.size(0);
   const int64_t columns = index.size(1);
-  STD_TORCH_CHECK(places >= 0 && d_out.size(2) == columns, "fx_fuser: a gradient of ",
-                  to_string(d_out.sizes()), " by ", to_string(index.sizes()));
+  STD_TORCH_CHECK(places >= 0 && d_out.size(is_transposed ? 1 : 2) == columns,
+                  "fx_fuser: a gradient of ", to_string(d_out.sizes()), " by ",
+                  to_string(index.sizes()));
   check_order(order, "the order", rows, columns);
   check_order(starts, "what begins each place", rows, places + 1);
   const Tensor d_x = new_dense(d_out, {d_out.size(0), rows, places}, d_out.scalar_type());
   if (d_x.numel() == 0) return Made(d_x);
   std::optional<GatherArgs> args = gather_args(index, d_out.size(0), places);
-  if (!args || (columns > 1 && d_out.stride(2) != 1)) return std::nullopt;
+  if (!args || (d_out.size(2) > 1 && d_out.stride(2) != 1)) return std::nullopt;
   args->x = {d_x.data_ptr(), d_x.stride(0), d_x.stride(1)};
   args->d_out = {d_out.data_ptr(), d_out.stride(0), d_out.stride(1)};
   args->order = static_cast<uint16_t*>(order.data_ptr());
   args->starts = static_cast<uint16_t*>(starts.data_ptr());
-  args->tiles = static_cast<int32_t>(ceil_div(places, int64_t{kGatherThreads}));
+  const int64_t places_of_tile = is_transposed ? kGatherTile : kGatherThreads;
+  const int64_t rows_of_tile = is_transposed ? kGatherTile : 1;
+  args->tiles = static_cast<int32_t>(ceil_div(places, places_of_tile));
   const int device = d_out.get_device_index();
   const OnDevice on_device(device);
-  if (!launch_gather(kernels->backward, rows * args->tiles, *args, device)) return std::nullopt;
+  const Kernel& chosen = is_transposed ? kernels->backward_transposed : kernels->backward;
+  const int64_t tiles = ceil_div(rows, rows_of_tile) * args->tiles;
+  if (!launch_gather(chosen, tiles, *args, device)) return std::nullopt;
   return Made(d_x);
 }
 

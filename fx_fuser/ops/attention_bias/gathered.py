@@ -59,17 +59,20 @@ def _order(index: Tensor, kernel: str, places: int) -> list[Tensor]:
 
 
 def _backward_like(
-    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int
-) -> list[Tensor]:
-    return [d_out.new_empty(*d_out.shape[:2], places)]
+    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int,
+    transposed: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [d_out.new_empty(d_out.shape[0], index.shape[0], places)]
 
 
 def _backward(
-    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int
-) -> list[Tensor]:
-    sums = d_out.new_zeros(*d_out.shape[:2], places, dtype=torch.float32)
+    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int,
+    transposed: bool,
+) -> list[Tensor]:  # fmt: skip
+    sums = d_out.new_zeros(d_out.shape[0], index.shape[0], places, dtype=torch.float32)
     whole = index.expand(d_out.shape[0], -1, -1)
-    return [sums.scatter_add(-1, whole, d_out.float()).to(d_out.dtype)]
+    of_rows = d_out.mT if transposed else d_out
+    return [sums.scatter_add(-1, whole, of_rows.float()).to(d_out.dtype)]
 
 
 run.define(FORWARD, _forward, _forward_like)
@@ -89,10 +92,10 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         (index,) = ctx.saved_tensors
         places, transposed = ctx.numbers
-        d_out = (d_out.mT if transposed else d_out).contiguous()
+        d_out = d_out.contiguous()
         kernel = gathered.spec_of(d_out.dtype).name
         order = run.MANY(*run.arguments(ORDER, (index, kernel, places)))
-        given = d_out, index, *order, kernel, places
+        given = d_out, index, *order, kernel, places, transposed
         made: Tensor = run.ONE(*run.arguments(BACKWARD, given))
         return made, None, None
 

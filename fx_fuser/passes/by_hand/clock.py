@@ -297,7 +297,8 @@ class Gather:
         places = x.shape[2]
         at = torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)
         index = (at + places // 2).clamp(0, places - 1)
-        d_out = x.new_empty(x.shape[0], rows, columns).normal_() if self.trains else None
+        sizes = (columns, rows) if self.transposed else (rows, columns)
+        d_out = x.new_empty(x.shape[0], *sizes).normal_() if self.trains else None
 
         def torchs() -> Sequence[Tensor]:
             whole = index.expand(x.shape[0], -1, -1)
@@ -305,7 +306,8 @@ class Gather:
             out = out.mT.contiguous() if self.transposed else out
             if d_out is None:
                 return (out,)
-            return out, torch.zeros_like(x).scatter_add_(-1, whole, d_out)
+            of_rows = d_out.mT if self.transposed else d_out
+            return out, torch.zeros_like(x).scatter_add_(-1, whole, of_rows)
 
         ours = functools.partial(self._by, run.MANY, x, index, d_out)
         runs = functools.partial(self._by, run.IN_TORCH, x, index, d_out), ours
@@ -320,7 +322,7 @@ class Gather:
         if d_out is None:
             return made
         order = op(*run.arguments(gathered_op.ORDER, (index, name, places)))
-        given = d_out, index, *order, name, places
+        given = d_out, index, *order, name, places, self.transposed
         return [*made, *op(*run.arguments(gathered_op.BACKWARD, given))]
 
 
