@@ -198,13 +198,13 @@ __device__ __forceinline__ void add_columns(const GatherArgs& args) {
   }
 }
 
-// Least and largest of a block's values.
+// Least and largest of a block's values, one of each thread.
 struct Range {
   int low;
   int high;
 
   __device__ __forceinline__ void of_block() {
-    __shared__ int of_warp[2][kThreadRows];
+    __shared__ int of_warp[2][kGatherTile];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       low = min(low, __shfl_xor_sync(0xFFFFFFFF, low, step));
@@ -213,93 +213,73 @@ struct Range {
     of_warp[0][threadIdx.x / 32] = low;
     of_warp[1][threadIdx.x / 32] = high;
     __syncthreads();
-#pragma unroll
-    for (int warp = 0; warp < kThreadRows; ++warp) {
+    for (int warp = 0; warp < kGatherTile; ++warp) {
       low = min(low, of_warp[0][warp]);
       high = max(high, of_warp[1][warp]);
     }
   }
 };
 
-// As add_columns, of a gradient whose rows are adjacent: neighbouring places of neighbouring rows
-// read neighbouring columns, most often, and these are staged in shared memory.
+// As add_columns, of a gradient whose rows are adjacent, a row and a place a thread: neighbouring
+// places of neighbouring rows read neighbouring columns, most often, and these are staged in shared
+// memory.
 template <class T>
 __device__ __forceinline__ void add_columns_transposed(const GatherArgs& args) {
   __shared__ T staged[kGatherAtOnce][kGatherSpan][kGatherTile + 2];
   const Chunk chunk(args);
-  const int first_row = chunk.tile / args.tiles * kGatherTile;
   const int across = static_cast<int>(threadIdx.x) % kGatherTile;
   const int down = static_cast<int>(threadIdx.x) / kGatherTile;
+  const int first_row = chunk.tile / args.tiles * kGatherTile;
+  const int row = first_row + down;
   const int place = chunk.tile % args.tiles * kGatherTile + across;
-  const T* d_out = static_cast<const T*>(args.d_out.data) + first_row;
-  int one[kOfThread];  // the first column
-  int more = 0;        // do others read the place?
-  Range range{args.columns, -1};
-#pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
-    const int row = first_row + down + i * kThreadRows;
-    const Columns columns(args, row, place, row < args.rows && place < args.places);
-    one[i] = columns.first < columns.end ? columns.order[columns.first] : -1;
-    if (one[i] >= 0) {
-      range.low = min(range.low, one[i]);
-      range.high = max(range.high, one[i]);
-    }
-    more |= columns.end - columns.first > 1 ? 1 : 0;
-  }
+  const bool is_there = row < args.rows && place < args.places;
+  const Columns columns(args, row, place, is_there);
+  const int one = columns.first < columns.end ? columns.order[columns.first] : -1;
+  Range range{one >= 0 ? one : args.columns, one};
   range.of_block();
   const int span = range.high - range.low + 1;  // not above 0 where nothing reads these places
   const bool is_staged = span <= kGatherSpan;
 #pragma unroll 1
   for (int batch = chunk.first; batch < chunk.end; batch += kGatherAtOnce) {
     const int count = min(kGatherAtOnce, chunk.end - batch);
-    const T* of_batch = d_out + batch * args.d_out.batch_stride;
+    const T* d_out = static_cast<const T*>(args.d_out.data) + batch * args.d_out.batch_stride;
+    float sum[kGatherAtOnce] = {};
+    const auto add = [&](int column) {
+#pragma unroll
+      for (int n = 0; n < kGatherAtOnce; ++n) {
+        const int64_t at = n * args.d_out.batch_stride + column * args.d_out.row_stride + row;
+        if (n < count) sum[n] += convert<float>(d_out[at]);
+      }
+    };
     if (is_staged) {
       __syncthreads();  // the batches before have been read
 #pragma unroll
       for (int n = 0; n < kGatherAtOnce; ++n) {
 #pragma unroll
-        for (int i = 0; i < kGatherSpan / kThreadRows; ++i) {
-          const int step = down + i * kThreadRows;
+        for (int i = 0; i < kGatherSpan / kGatherTile; ++i) {
+          const int step = down + i * kGatherTile;
           if (n >= count || step >= span || first_row + across >= args.rows) continue;
-          staged[n][step][across] = of_batch[n * args.d_out.batch_stride +
-                                             (range.low + step) * args.d_out.row_stride + across];
+          staged[n][step][across] =
+              d_out[n * args.d_out.batch_stride + (range.low + step) * args.d_out.row_stride +
+                    first_row + across];
         }
       }
       __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-      const int of_tile = down + i * kThreadRows;
-      const int row = first_row + of_tile;
-      if (row >= args.rows || place >= args.places) continue;
-      float sum[kGatherAtOnce] = {};
-      const auto add = [&](int column) {
-#pragma unroll
-        for (int n = 0; n < kGatherAtOnce; ++n) {
-          const int64_t at = n * args.d_out.batch_stride + column * args.d_out.row_stride;
-          if (n < count) sum[n] += convert<float>(of_batch[at + of_tile]);
-        }
-      };
-      if (one[i] >= 0 && is_staged) {
-#pragma unroll
-        for (int n = 0; n < kGatherAtOnce; ++n) {
-          if (n < count) sum[n] = convert<float>(staged[n][one[i] - range.low][of_tile]);
-        }
-      } else if (one[i] >= 0) {
-        add(one[i]);
-      }
-      if (more != 0) {
-        const Columns columns(args, row, place, true);
-#pragma unroll 1
-        for (int other = columns.first + 1; other < columns.end; ++other) {
-          add(columns.order[other]);
-        }
-      }
-      T* to = static_cast<T*>(args.x.data) + row * args.x.row_stride + place;
 #pragma unroll
       for (int n = 0; n < kGatherAtOnce; ++n) {
-        if (n < count) to[(batch + n) * args.x.batch_stride] = convert<T>(sum[n]);
+        if (one >= 0 && n < count) sum[n] = convert<float>(staged[n][one - range.low][down]);
       }
+    } else if (one >= 0) {
+      add(one);
+    }
+#pragma unroll 1
+    for (int other = columns.first + 1; other < columns.end; ++other) add(columns.order[other]);
+    if (!is_there) continue;
+    T* to = static_cast<T*>(args.x.data) + batch * args.x.batch_stride + row * args.x.row_stride +
+            place;
+#pragma unroll
+    for (int n = 0; n < kGatherAtOnce; ++n) {
+      if (n < count) to[n * args.x.batch_stride] = convert<T>(sum[n]);
     }
   }
 }
@@ -323,7 +303,7 @@ __device__ __forceinline__ void add_columns_transposed(const GatherArgs& args) {
       fx_fuser_gather_rows_backward(const __grid_constant__ fx_fuser::GatherArgs args) {   \
     fx_fuser::gather_rows::add_columns<In>(args);                                          \
   }                                                                                        \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                   \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherTileThreads)               \
       fx_fuser_gather_rows_backward_transposed(                                            \
           const __grid_constant__ fx_fuser::GatherArgs args) {                             \
     fx_fuser::gather_rows::add_columns_transposed<In>(args);                               \

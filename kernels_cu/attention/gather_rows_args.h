@@ -7,6 +7,7 @@ namespace fx_fuser {
 
 constexpr int kGatherTile = 32;  // rows and columns of a block's tile
 constexpr int kGatherThreads = 256;
+constexpr int kGatherTileThreads = kGatherTile * kGatherTile;
 constexpr int kGatherChunk = 16;        // batches of a block: the index is read once for all
 constexpr int kGatherAtOnce = 4;        // of these, how many are under way
 constexpr int kGatherSpan = 64;         // columns of a transposed gradient that a tile may stage

@@ -71,9 +71,10 @@ std::optional<GatherArgs> gather_args(const Tensor& index, int64_t batches, int6
 }
 
 // Launches a kernel that divides the batches of so many tiles; false if there are too many.
-bool launch_gather(const Kernel& kernel, int64_t tiles, const GatherArgs& args, int device) {
+bool launch_gather(const Kernel& kernel, int64_t tiles, const GatherArgs& args, int device,
+                   int threads = kGatherThreads) {
   if (tiles > std::numeric_limits<int32_t>::max() / args.batch_chunks) return false;
-  launch(kernel, tiles * args.batch_chunks, kGatherThreads, current_stream(device), args);
+  launch(kernel, tiles * args.batch_chunks, threads, current_stream(device), args);
   return true;
 }
 
@@ -164,7 +165,8 @@ std::optional<Made> make_gather_rows_backward(const Tensor& d_out, const Tensor&
   const OnDevice on_device(device);
   const Kernel& chosen = is_transposed ? kernels->backward_transposed : kernels->backward;
   const int64_t tiles = ceil_div(rows, rows_of_tile) * args->tiles;
-  if (!launch_gather(chosen, tiles, *args, device)) return std::nullopt;
+  const int threads = is_transposed ? kGatherTileThreads : kGatherThreads;
+  if (!launch_gather(chosen, tiles, *args, device, threads)) return std::nullopt;
   return Made(d_x);
 }
 
