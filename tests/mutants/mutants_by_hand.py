@@ -243,6 +243,11 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{OF_GATHERS}::test_the_order_of_dimensions_shows_in_what_is_returned",),
     ),
     (
+        "gathers: inference leaves what is not transposed", GATHERS,
+        "    if not trains and turned is None:\n", "    if False:\n",
+        (f"{OF_GATHERS}::test_inference_takes_what_is_transposed",),
+    ),
+    (
         "gathers: their gradient in fp32", "ops/attention_bias/gathered.py",
         "places, dtype=torch.float32)", "places)",
         (f"{OF_GATHERS}::test_a_sum_of_many_is_as_exact_as_fp32",),
