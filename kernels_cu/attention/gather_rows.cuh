@@ -1,9 +1,10 @@
-// out[b, i, j] = x[b, i, index[i, j]] of 16 bits, where all batches share the index, and its
-// gradient: as attention reads scores of relative positions. For sm_80 and later.
+// out[b, j, i] = x[b, i, index[i, j]] of 16 bits, where all batches share the index, and the
+// gradient of such a gather, transposed or not: as attention reads scores of relative positions.
+// For sm_80 and later. What is not transposed Inductor gathers where it is read.
 //
 // A thread has a row and a column, or a place of x's gradient, and goes through batches: the index
-// is read once. out may be transposed, by way of shared memory. The gradient is no scatter: a place
-// adds up the columns that read it, in their order, in fp32. gather_rows_order sorts them.
+// is read once. The gradient is no scatter: a place adds up the columns that read it, in their
+// order, in fp32. gather_rows_order sorts them.
 //
 //   FX_FUSER_GATHER_ROWS(Epilogue, /*scalars*/ 0, /*Acc*/ float, /*Out*/ __half, /*x*/ __half)
 #pragma once
@@ -37,9 +38,10 @@ __device__ __forceinline__ int place_at(const GatherArgs& args, int row, int col
   return static_cast<int>(place);
 }
 
-template <class T, bool kTransposed>
+// out is transposed, by way of shared memory.
+template <class T>
 __device__ __forceinline__ void gather(const GatherArgs& args) {
-  __shared__ T turned[kTransposed ? kGatherAtOnce : 1][kGatherTile][kGatherTile + 2];
+  __shared__ T turned[kGatherAtOnce][kGatherTile][kGatherTile + 2];
   const Chunk chunk(args);
   const int first_row = chunk.tile / args.tiles * kGatherTile;
   const int first_column = chunk.tile % args.tiles * kGatherTile;
@@ -54,12 +56,8 @@ __device__ __forceinline__ void gather(const GatherArgs& args) {
                              place_at(args, row, first_column + across)
                        : nullptr;
   }
-  // Of out, as it is stored.
-  const int out_rows = kTransposed ? args.columns : args.rows;
-  const int out_columns = kTransposed ? args.rows : args.columns;
-  const int out_row = (kTransposed ? first_column : first_row) + down;
-  const int out_column = (kTransposed ? first_row : first_column) + across;
-  T* out = static_cast<T*>(args.out) + static_cast<int64_t>(out_row) * out_columns + out_column;
+  T* out = static_cast<T*>(args.out) + static_cast<int64_t>(first_column + down) * args.rows +
+           first_row + across;
 #pragma unroll 1
   for (int batch = chunk.first; batch < chunk.end; batch += kGatherAtOnce) {
     T value[kGatherAtOnce][kOfThread] = {};
@@ -71,24 +69,22 @@ __device__ __forceinline__ void gather(const GatherArgs& args) {
         if (reads) value[n][i] = from[i][(batch + n) * args.x.batch_stride];
       }
     }
-    if constexpr (kTransposed) {
-      __syncthreads();  // the batches before have been read
+    __syncthreads();  // the batches before have been read
 #pragma unroll
-      for (int n = 0; n < kGatherAtOnce; ++n) {
+    for (int n = 0; n < kGatherAtOnce; ++n) {
 #pragma unroll
-        for (int i = 0; i < kOfThread; ++i) turned[n][down + i * kThreadRows][across] = value[n][i];
-      }
-      __syncthreads();
+      for (int i = 0; i < kOfThread; ++i) turned[n][down + i * kThreadRows][across] = value[n][i];
     }
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < kGatherAtOnce; ++n) {
 #pragma unroll
       for (int i = 0; i < kOfThread; ++i) {
-        const int row = out_row + i * kThreadRows;
-        if (row >= out_rows || out_column >= out_columns || batch + n >= chunk.end) continue;
-        const int64_t at =
-            (static_cast<int64_t>(batch + n) * out_rows + i * kThreadRows) * out_columns;
-        out[at] = kTransposed ? turned[n][across][down + i * kThreadRows] : value[n][i];
+        const int column = first_column + down + i * kThreadRows;
+        const bool is_there = column < args.columns && first_row + across < args.rows;
+        if (!is_there || batch + n >= chunk.end) continue;
+        const int64_t row = static_cast<int64_t>(batch + n) * args.columns + i * kThreadRows;
+        out[row * args.rows] = turned[n][across][down + i * kThreadRows];
       }
     }
   }
@@ -286,25 +282,21 @@ __device__ __forceinline__ void add_columns_transposed(const GatherArgs& args) {
 
 }  // namespace fx_fuser::gather_rows
 
-#define FX_FUSER_GATHER_ROWS(functor, scalars, Acc, Out, In)                               \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                   \
-      fx_fuser_gather_rows(const __grid_constant__ fx_fuser::GatherArgs args) {            \
-    fx_fuser::gather_rows::gather<In, false>(args);                                        \
-  }                                                                                        \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                   \
-      fx_fuser_gather_rows_transposed(const __grid_constant__ fx_fuser::GatherArgs args) { \
-    fx_fuser::gather_rows::gather<In, true>(args);                                         \
-  }                                                                                        \
-  extern "C" __global__ void __launch_bounds__(32)                                         \
-      fx_fuser_gather_rows_order(const __grid_constant__ fx_fuser::GatherArgs args) {      \
-    fx_fuser::gather_rows::sort_columns(args);                                             \
-  }                                                                                        \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                   \
-      fx_fuser_gather_rows_backward(const __grid_constant__ fx_fuser::GatherArgs args) {   \
-    fx_fuser::gather_rows::add_columns<In>(args);                                          \
-  }                                                                                        \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherTileThreads)               \
-      fx_fuser_gather_rows_backward_transposed(                                            \
-          const __grid_constant__ fx_fuser::GatherArgs args) {                             \
-    fx_fuser::gather_rows::add_columns_transposed<In>(args);                               \
+#define FX_FUSER_GATHER_ROWS(functor, scalars, Acc, Out, In)                             \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                 \
+      fx_fuser_gather_rows(const __grid_constant__ fx_fuser::GatherArgs args) {          \
+    fx_fuser::gather_rows::gather<In>(args);                                             \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(32)                                       \
+      fx_fuser_gather_rows_order(const __grid_constant__ fx_fuser::GatherArgs args) {    \
+    fx_fuser::gather_rows::sort_columns(args);                                           \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherThreads)                 \
+      fx_fuser_gather_rows_backward(const __grid_constant__ fx_fuser::GatherArgs args) { \
+    fx_fuser::gather_rows::add_columns<In>(args);                                        \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kGatherTileThreads)             \
+      fx_fuser_gather_rows_backward_transposed(                                          \
+          const __grid_constant__ fx_fuser::GatherArgs args) {                           \
+    fx_fuser::gather_rows::add_columns_transposed<In>(args);                             \
   }

@@ -30,8 +30,8 @@ struct GatherRows {
 
 struct GatherArgs {
   GatherRows x;      // or its gradient
-  void* out;         // [batch, row, column], dense; or [batch, column, row]
-  GatherRows d_out;  // likewise, the last dimension adjacent
+  void* out;         // [batch, column, row], dense
+  GatherRows d_out;  // likewise, or [batch, row, column]; the last dimension adjacent
   GatherIndex index;
   // Columns in the order of the places that they read, and where those of each place begin:
   // [row, column], [row, place + 1].

@@ -19,7 +19,6 @@ namespace {
 
 struct GatherKernels {
   Kernel gather;
-  Kernel transposed;
   Kernel order;
   Kernel backward;
   Kernel backward_transposed;
@@ -33,7 +32,6 @@ int64_t load_gather_rows(const Sources& from) {
   auto kernels = std::make_unique<GatherKernels>();
   kernels->type = types.x;
   kernels->gather = get_kernel(library, "fx_fuser_gather_rows");
-  kernels->transposed = get_kernel(library, "fx_fuser_gather_rows_transposed");
   kernels->order = get_kernel(library, "fx_fuser_gather_rows_order");
   kernels->backward = get_kernel(library, "fx_fuser_gather_rows_backward");
   kernels->backward_transposed = get_kernel(library, "fx_fuser_gather_rows_backward_transposed");
@@ -78,16 +76,15 @@ bool launch_gather(const Kernel& kernel, int64_t tiles, const GatherArgs& args, 
   return true;
 }
 
-// [batch, row, column], or transposed.
+// [batch, column, row].
 std::optional<Made> make_gather_rows(const Tensor& x, const Tensor& index,
-                                     const std::string& kernel, bool is_transposed) {
+                                     const std::string& kernel) {
   const auto* kernels = kernels_named<GatherKernels>(kernel, x, "fx_fuser::load_gather_rows");
   if (kernels == nullptr) return std::nullopt;
   check_gather(x, "x", kernels->type, index);
   const int64_t rows = index.size(0);
   const int64_t columns = index.size(1);
-  const Tensor out = is_transposed ? new_dense(x, {x.size(0), columns, rows}, x.scalar_type())
-                                   : new_dense(x, {x.size(0), rows, columns}, x.scalar_type());
+  const Tensor out = new_dense(x, {x.size(0), columns, rows}, x.scalar_type());
   if (out.numel() == 0) return Made(out);
   std::optional<GatherArgs> args = gather_args(index, x.size(0), x.size(2));
   if (!args || (x.size(2) > 1 && x.stride(2) != 1)) return std::nullopt;
@@ -97,8 +94,7 @@ std::optional<Made> make_gather_rows(const Tensor& x, const Tensor& index,
   const int device = x.get_device_index();
   const OnDevice on_device(device);
   const int64_t tiles = ceil_div(rows, int64_t{kGatherTile}) * args->tiles;
-  const Kernel& chosen = is_transposed ? kernels->transposed : kernels->gather;
-  if (!launch_gather(chosen, tiles, *args, device)) return std::nullopt;
+  if (!launch_gather(kernels->gather, tiles, *args, device)) return std::nullopt;
   return Made(out);
 }
 

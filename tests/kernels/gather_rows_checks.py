@@ -56,10 +56,9 @@ def judge(
     index = index.to(CUDA)
     kernel = gathered.spec_of(x.dtype).name
     wanted = x.gather(-1, index.expand(x.shape[0], -1, -1))
-    for transposed in (False, True):
-        (out,) = call(FORWARD, x, index, kernel, transposed)
-        if not torch.equal(out, wanted.mT if transposed else wanted):
-            failures.append(f"{what}: out, transposed {transposed}, differs")
+    (out,) = call(FORWARD, x, index, kernel)
+    if not torch.equal(out, wanted.mT):
+        failures.append(f"{what}: out differs")
     found_gradients = gradients(call, d_out, index, x.shape[2])
     order, starts = call(ORDER, index, kernel, x.shape[2])
     found, sorted_columns = index.sort(dim=-1, stable=True)

@@ -33,14 +33,18 @@ FORWARD, ORDER, BACKWARD = "gather_rows", "gather_rows_order", "gather_rows_back
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 
 
-def _forward_like(x: Tensor, index: Tensor, kernel: str, transposed: bool) -> list[Tensor]:
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(-1, index.expand(x.shape[0], -1, -1))
+
+
+def _forward_like(x: Tensor, index: Tensor, kernel: str) -> list[Tensor]:
     rows, columns = index.shape
-    return [x.new_empty(x.shape[0], *((columns, rows) if transposed else (rows, columns)))]
+    return [x.new_empty(x.shape[0], columns, rows)]
 
 
-def _forward(x: Tensor, index: Tensor, kernel: str, transposed: bool) -> list[Tensor]:
-    made = x.gather(-1, index.expand(x.shape[0], -1, -1))
-    return [made.mT.contiguous() if transposed else made]
+def _forward(x: Tensor, index: Tensor, kernel: str) -> list[Tensor]:
+    """Transposed."""
+    return [_gathered(x, index).mT.contiguous()]
 
 
 def _order_like(index: Tensor, kernel: str, places: int) -> list[Tensor]:
@@ -101,8 +105,10 @@ class _Gather(torch.autograd.Function):
 
 
 def _called(x: Tensor, index: Tensor, transposed: bool) -> Tensor:
+    if not transposed:  # Inductor reads it where it is, in whatever reads the result
+        return _gathered(x, index)
     kernel = gathered.spec_of(x.dtype).name
-    made: Tensor = run.ONE(*run.arguments(FORWARD, (x, index, kernel, transposed)))
+    made: Tensor = run.ONE(*run.arguments(FORWARD, (x, index, kernel)))
     return made
 
 

@@ -264,7 +264,8 @@ GATHERS_HAVE_RUN = False
 @dataclass(frozen=True)
 class Gather:
     """`fx_fuser.ops.attention_bias.gathered` beside torch's operations, whose gradient adds by
-    atomic operations, as Inductor's code does."""
+    atomic operations, as Inductor's code does. A forward that is not transposed is torch's in
+    both."""
 
     x: TensorForm
     index: TensorForm  # [rows, columns]
@@ -302,12 +303,11 @@ class Gather:
 
         def torchs() -> Sequence[Tensor]:
             whole = index.expand(x.shape[0], -1, -1)
-            out = x.gather(-1, whole)
-            out = out.mT.contiguous() if self.transposed else out
+            made = [x.gather(-1, whole).mT.contiguous()] if self.transposed else []
             if d_out is None:
-                return (out,)
+                return made
             of_rows = d_out.mT if self.transposed else d_out
-            return out, torch.zeros_like(x).scatter_add_(-1, whole, of_rows)
+            return [*made, torch.zeros_like(x).scatter_add_(-1, whole, of_rows)]
 
         ours = functools.partial(self._by, run.MANY, x, index, d_out)
         runs = functools.partial(self._by, run.IN_TORCH, x, index, d_out), ours
@@ -318,7 +318,9 @@ class Gather:
         self, op: Callable[..., list[Tensor]], x: Tensor, index: Tensor, d_out: Tensor | None
     ) -> list[Tensor]:
         name, places = gathered.spec_of(x.dtype).name, x.shape[2]
-        made = op(*run.arguments(gathered_op.FORWARD, (x, index, name, self.transposed)))
+        made = []
+        if self.transposed:
+            made = op(*run.arguments(gathered_op.FORWARD, (x, index, name)))
         if d_out is None:
             return made
         order = op(*run.arguments(gathered_op.ORDER, (index, name, places)))
