@@ -4,7 +4,8 @@
     fx_fuser::gather_rows(x, index, transposed)[..., i, j] = x[..., i, index[i, j]]
 
 x is [..., rows, places] of 16 bits, the index [rows, columns] of int64, which all batches share.
-`transposed`: the last two dimensions of the result are exchanged, in memory too.
+`transposed`: the last two dimensions of the result are exchanged, in memory too. What is not
+transposed is torch's gather in the forward, which Inductor does where it is read.
 
 torch's gradient of a gather adds to memory that others add to, in 16 bits. Here each place adds up
 what has been read from it, in one order, in fp32. That order is a function of the index alone:
