@@ -7,10 +7,8 @@ namespace fx_fuser {
 
 constexpr int kGatherTile = 32;  // rows and columns of a block's tile
 constexpr int kGatherThreads = 256;
-constexpr int kGatherTileThreads = kGatherTile * kGatherTile;
 constexpr int kGatherChunk = 16;        // batches of a block: the index is read once for all
 constexpr int kGatherAtOnce = 4;        // of these, how many are under way
-constexpr int kGatherSpan = 64;         // columns of a transposed gradient that a tile may stage
 constexpr int kGatherPlaces = 8192;     // of a row of x, at most: they are counted in shared memory
 constexpr int kGatherColumns = 0xFFFF;  // at most: they are numbered in 16 bits
 
@@ -29,9 +27,9 @@ struct GatherRows {
 };
 
 struct GatherArgs {
-  GatherRows x;      // or its gradient
-  void* out;         // [batch, column, row], dense
-  GatherRows d_out;  // likewise, or [batch, row, column]; the last dimension adjacent
+  GatherRows x;  // or its gradient
+  void* out;     // [batch, row, column], dense; or [batch, column, row]; or its gradient
+  GatherRows d_out;
   GatherIndex index;
   // Columns in the order of the places that they read, and where those of each place begin:
   // [row, column], [row, place + 1].

@@ -19,9 +19,9 @@ namespace {
 
 struct GatherKernels {
   Kernel gather;
+  Kernel transposed;
   Kernel order;
   Kernel backward;
-  Kernel backward_transposed;
   ScalarType type;
 };
 
@@ -32,19 +32,17 @@ int64_t load_gather_rows(const Sources& from) {
   auto kernels = std::make_unique<GatherKernels>();
   kernels->type = types.x;
   kernels->gather = get_kernel(library, "fx_fuser_gather_rows");
+  kernels->transposed = get_kernel(library, "fx_fuser_gather_rows_transposed");
   kernels->order = get_kernel(library, "fx_fuser_gather_rows_order");
   kernels->backward = get_kernel(library, "fx_fuser_gather_rows_backward");
-  kernels->backward_transposed = get_kernel(library, "fx_fuser_gather_rows_backward_transposed");
   return keep<GatherKernels>(from, std::move(kernels));
 }
 const AddLoader kGatherRowsLoader("gather_rows", load_gather_rows);
 
-// row: the dimension of rows.
-void check_gather(const Tensor& rows, const char* name, ScalarType type, const Tensor& index,
-                  int64_t row = 1) {
+void check_gather(const Tensor& rows, const char* name, ScalarType type, const Tensor& index) {
   require_cuda(rows, name);
   require_cuda(index, "index");
-  const bool fits = rows.dim() == 3 && index.dim() == 2 && rows.size(row) == index.size(0);
+  const bool fits = rows.dim() == 3 && index.dim() == 2 && rows.size(1) == index.size(0);
   STD_TORCH_CHECK(fits && rows.scalar_type() == type && index.scalar_type() == ScalarType::Long,
                   "fx_fuser: a gather of ", to_string(rows.sizes()), " by ",
                   to_string(index.sizes()));
@@ -69,22 +67,22 @@ std::optional<GatherArgs> gather_args(const Tensor& index, int64_t batches, int6
 }
 
 // Launches a kernel that divides the batches of so many tiles; false if there are too many.
-bool launch_gather(const Kernel& kernel, int64_t tiles, const GatherArgs& args, int device,
-                   int threads = kGatherThreads) {
+bool launch_gather(const Kernel& kernel, int64_t tiles, const GatherArgs& args, int device) {
   if (tiles > std::numeric_limits<int32_t>::max() / args.batch_chunks) return false;
-  launch(kernel, tiles * args.batch_chunks, threads, current_stream(device), args);
+  launch(kernel, tiles * args.batch_chunks, kGatherThreads, current_stream(device), args);
   return true;
 }
 
-// [batch, column, row].
+// [batch, row, column], or transposed.
 std::optional<Made> make_gather_rows(const Tensor& x, const Tensor& index,
-                                     const std::string& kernel) {
+                                     const std::string& kernel, bool is_transposed) {
   const auto* kernels = kernels_named<GatherKernels>(kernel, x, "fx_fuser::load_gather_rows");
   if (kernels == nullptr) return std::nullopt;
   check_gather(x, "x", kernels->type, index);
   const int64_t rows = index.size(0);
   const int64_t columns = index.size(1);
-  const Tensor out = new_dense(x, {x.size(0), columns, rows}, x.scalar_type());
+  const Tensor out = is_transposed ? new_dense(x, {x.size(0), columns, rows}, x.scalar_type())
+                                   : new_dense(x, {x.size(0), rows, columns}, x.scalar_type());
   if (out.numel() == 0) return Made(out);
   std::optional<GatherArgs> args = gather_args(index, x.size(0), x.size(2));
   if (!args || (x.size(2) > 1 && x.stride(2) != 1)) return std::nullopt;
@@ -94,7 +92,8 @@ std::optional<Made> make_gather_rows(const Tensor& x, const Tensor& index,
   const int device = x.get_device_index();
   const OnDevice on_device(device);
   const int64_t tiles = ceil_div(rows, int64_t{kGatherTile}) * args->tiles;
-  if (!launch_gather(kernels->gather, tiles, *args, device)) return std::nullopt;
+  const Kernel& chosen = is_transposed ? kernels->transposed : kernels->gather;
+  if (!launch_gather(chosen, tiles, *args, device)) return std::nullopt;
   return Made(out);
 }
 
@@ -130,39 +129,31 @@ void check_order(const Tensor& tensor, const char* name, int64_t rows, int64_t c
                   "fx_fuser: ", name, " of a gather is ", to_string(tensor.sizes()));
 }
 
-// x's gradient, [batch, row, place], of out's, [batch, row, column], or transposed. order, starts:
-// as above.
+// x's gradient, [batch, row, place], of out's, [batch, row, column]. order, starts: as above.
 std::optional<Made> make_gather_rows_backward(const Tensor& d_out, const Tensor& index,
                                               const Tensor& order, const Tensor& starts,
-                                              const std::string& kernel, int64_t places,
-                                              bool is_transposed) {
+                                              const std::string& kernel, int64_t places) {
   const auto* kernels = kernels_named<GatherKernels>(kernel, d_out, "fx_fuser::load_gather_rows");
   if (kernels == nullptr) return std::nullopt;
-  check_gather(d_out, "d_out", kernels->type, index, is_transposed ? 2 : 1);
+  check_gather(d_out, "d_out", kernels->type, index);
   const int64_t rows = index.size(0);
   const int64_t columns = index.size(1);
-  STD_TORCH_CHECK(places >= 0 && d_out.size(is_transposed ? 1 : 2) == columns,
-                  "fx_fuser: a gradient of ", to_string(d_out.sizes()), " by ",
-                  to_string(index.sizes()));
+  STD_TORCH_CHECK(places >= 0 && d_out.size(2) == columns, "fx_fuser: a gradient of ",
+                  to_string(d_out.sizes()), " by ", to_string(index.sizes()));
   check_order(order, "the order", rows, columns);
   check_order(starts, "what begins each place", rows, places + 1);
   const Tensor d_x = new_dense(d_out, {d_out.size(0), rows, places}, d_out.scalar_type());
   if (d_x.numel() == 0) return Made(d_x);
   std::optional<GatherArgs> args = gather_args(index, d_out.size(0), places);
-  if (!args || (d_out.size(2) > 1 && d_out.stride(2) != 1)) return std::nullopt;
+  if (!args || (columns > 1 && d_out.stride(2) != 1)) return std::nullopt;
   args->x = {d_x.data_ptr(), d_x.stride(0), d_x.stride(1)};
   args->d_out = {d_out.data_ptr(), d_out.stride(0), d_out.stride(1)};
   args->order = static_cast<uint16_t*>(order.data_ptr());
   args->starts = static_cast<uint16_t*>(starts.data_ptr());
-  const int64_t places_of_tile = is_transposed ? kGatherTile : kGatherThreads;
-  const int64_t rows_of_tile = is_transposed ? kGatherTile : 1;
-  args->tiles = static_cast<int32_t>(ceil_div(places, places_of_tile));
+  args->tiles = static_cast<int32_t>(ceil_div(places, int64_t{kGatherThreads}));
   const int device = d_out.get_device_index();
   const OnDevice on_device(device);
-  const Kernel& chosen = is_transposed ? kernels->backward_transposed : kernels->backward;
-  const int64_t tiles = ceil_div(rows, rows_of_tile) * args->tiles;
-  const int threads = is_transposed ? kGatherTileThreads : kGatherThreads;
-  if (!launch_gather(chosen, tiles, *args, device, threads)) return std::nullopt;
+  if (!launch_gather(kernels->backward, rows * args->tiles, *args, device)) return std::nullopt;
   return Made(d_x);
 }
 

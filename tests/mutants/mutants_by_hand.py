@@ -243,9 +243,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{OF_GATHERS}::test_the_order_of_dimensions_shows_in_what_is_returned",),
     ),
     (
-        "gathers: inference leaves what is not transposed", GATHERS,
-        "    if not trains and turned is None:\n", "    if False:\n",
-        (f"{OF_GATHERS}::test_inference_takes_what_is_transposed",),
+        "gathers: none in inference", GATHERS,
+        "    if not was.requires_grad:\n", "    if False:\n",
+        (f"{OF_GATHERS}::test_inference_takes_none",),
     ),
     (
         "gathers: their gradient in fp32", "ops/attention_bias/gathered.py",

@@ -110,10 +110,11 @@ def test_forms(call: Call, dtype: torch.dtype) -> None:
     assert not any("gather" in str(n.target) for n in graph.nodes if n.target is not GATHER_ROWS)
 
 
-def test_inference_takes_what_is_transposed() -> None:
+def test_inference_takes_none() -> None:
+    """On an H200 softmax with both gathers was faster than softmax behind one."""
     x, index = inputs()
-    assert taken(check(relative_positions, [x.detach(), index])) == [True]
-    assert taken(check(plain, [x.detach(), index])) == []
+    for call in (relative_positions, plain):
+        assert taken(check(call, [x.detach(), index])) == []
 
 
 def test_a_sum_of_many_is_as_exact_as_fp32() -> None:
@@ -212,7 +213,7 @@ def test_rows_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_wait_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = raced(True, True)
+    one = raced(True)
     one.check(on_cpu=True, strict=True)
     monkeypatch.setattr(clock, "GATHERS_HAVE_RUN", False)
     with pytest.raises(Exception, match="have not run on a GPU yet"):
@@ -222,15 +223,15 @@ def test_kernels_wait_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         one.check(on_cpu=False, strict=True)
 
 
-def raced(transposed: bool, trains: bool) -> clock.Gather:
-    return clock.Gather(*map(form_of_value, inputs()), transposed, trains)  # type: ignore[arg-type]
+def raced(transposed: bool) -> clock.Gather:
+    return clock.Gather(*map(form_of_value, inputs()), transposed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("transposed, trains", [(False, True), (True, False), (True, True)])
-def test_the_contest_runs_both(transposed: bool, trains: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_contest_runs_both(transposed: bool) -> None:
     """On a CPU by torch's operations, which are compared with themselves."""
-    torchs, ours = (one.run() for one in raced(transposed, trains).candidates())
-    assert len(torchs) == len(ours) == transposed + trains  # type: ignore[arg-type]
+    torchs, ours = (one.run() for one in raced(transposed).candidates())
+    assert len(torchs) == len(ours) == 2  # type: ignore[arg-type]
     shapes = [[t.shape for t in made] for made in (torchs, ours)]  # type: ignore[attr-defined]
     assert shapes[0] == shapes[1]
 

@@ -4,8 +4,7 @@
     fx_fuser::gather_rows(x, index, transposed)[..., i, j] = x[..., i, index[i, j]]
 
 x is [..., rows, places] of 16 bits, the index [rows, columns] of int64, which all batches share.
-`transposed`: the last two dimensions of the result are exchanged, in memory too. What is not
-transposed is torch's gather in the forward, which Inductor does where it is read.
+`transposed`: the last two dimensions of the result are exchanged, in memory too.
 
 torch's gradient of a gather adds to memory that others add to, in 16 bits. Here each place adds up
 what has been read from it, in one order, in fp32. That order is a function of the index alone:
@@ -34,18 +33,14 @@ FORWARD, ORDER, BACKWARD = "gather_rows", "gather_rows_order", "gather_rows_back
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 
 
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(-1, index.expand(x.shape[0], -1, -1))
-
-
-def _forward_like(x: Tensor, index: Tensor, kernel: str) -> list[Tensor]:
+def _forward_like(x: Tensor, index: Tensor, kernel: str, transposed: bool) -> list[Tensor]:
     rows, columns = index.shape
-    return [x.new_empty(x.shape[0], columns, rows)]
+    return [x.new_empty(x.shape[0], *((columns, rows) if transposed else (rows, columns)))]
 
 
-def _forward(x: Tensor, index: Tensor, kernel: str) -> list[Tensor]:
-    """Transposed."""
-    return [_gathered(x, index).mT.contiguous()]
+def _forward(x: Tensor, index: Tensor, kernel: str, transposed: bool) -> list[Tensor]:
+    made = x.gather(-1, index.expand(x.shape[0], -1, -1))
+    return [made.mT.contiguous() if transposed else made]
 
 
 def _order_like(index: Tensor, kernel: str, places: int) -> list[Tensor]:
@@ -64,25 +59,29 @@ def _order(index: Tensor, kernel: str, places: int) -> list[Tensor]:
 
 
 def _backward_like(
-    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int,
-    transposed: bool,
-) -> list[Tensor]:  # fmt: skip
-    return [d_out.new_empty(d_out.shape[0], index.shape[0], places)]
+    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int
+) -> list[Tensor]:
+    return [d_out.new_empty(*d_out.shape[:2], places)]
 
 
 def _backward(
-    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int,
-    transposed: bool,
-) -> list[Tensor]:  # fmt: skip
-    sums = d_out.new_zeros(d_out.shape[0], index.shape[0], places, dtype=torch.float32)
+    d_out: Tensor, index: Tensor, order: Tensor, starts: Tensor, kernel: str, places: int
+) -> list[Tensor]:
+    sums = d_out.new_zeros(*d_out.shape[:2], places, dtype=torch.float32)
     whole = index.expand(d_out.shape[0], -1, -1)
-    of_rows = d_out.mT if transposed else d_out
-    return [sums.scatter_add(-1, whole, of_rows.float()).to(d_out.dtype)]
+    return [sums.scatter_add(-1, whole, d_out.float()).to(d_out.dtype)]
 
 
 run.define(FORWARD, _forward, _forward_like)
 run.define(ORDER, _order, _order_like)
 run.define(BACKWARD, _backward, _backward_like)
+
+
+def turning(d_out: Tensor, kernel: str) -> run.Arguments:
+    """The call that exchanges rows and columns of a transposed result's gradient, by the forward's
+    kernel: its index changes nothing."""
+    same = torch.arange(d_out.shape[2], device=d_out.device).expand(d_out.shape[1], -1)
+    return run.arguments(FORWARD, (d_out, same, kernel, True))
 
 
 class _Gather(torch.autograd.Function):
@@ -99,17 +98,17 @@ class _Gather(torch.autograd.Function):
         places, transposed = ctx.numbers
         d_out = d_out.contiguous()
         kernel = gathered.spec_of(d_out.dtype).name
+        if transposed:
+            d_out = run.ONE(*turning(d_out, kernel))
         order = run.MANY(*run.arguments(ORDER, (index, kernel, places)))
-        given = d_out, index, *order, kernel, places, transposed
+        given = d_out, index, *order, kernel, places
         made: Tensor = run.ONE(*run.arguments(BACKWARD, given))
         return made, None, None
 
 
 def _called(x: Tensor, index: Tensor, transposed: bool) -> Tensor:
-    if not transposed:  # Inductor reads it where it is, in whatever reads the result
-        return _gathered(x, index)
     kernel = gathered.spec_of(x.dtype).name
-    made: Tensor = run.ONE(*run.arguments(FORWARD, (x, index, kernel)))
+    made: Tensor = run.ONE(*run.arguments(FORWARD, (x, index, kernel, transposed)))
     return made
 
 

@@ -264,13 +264,11 @@ GATHERS_HAVE_RUN = False
 @dataclass(frozen=True)
 class Gather:
     """`fx_fuser.ops.attention_bias.gathered` beside torch's operations, whose gradient adds by
-    atomic operations, as Inductor's code does. A forward that is not transposed is torch's in
-    both."""
+    atomic operations, as Inductor's code does."""
 
     x: TensorForm
     index: TensorForm  # [rows, columns]
     transposed: bool
-    trains: bool
 
     def check(self, on_cpu: bool, strict: bool) -> None:
         """Raises Stays where it is better left as it is written."""
@@ -299,32 +297,28 @@ class Gather:
         at = torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)
         index = (at + places // 2).clamp(0, places - 1)
         sizes = (columns, rows) if self.transposed else (rows, columns)
-        d_out = x.new_empty(x.shape[0], *sizes).normal_() if self.trains else None
+        d_out = x.new_empty(x.shape[0], *sizes).normal_()
 
         def torchs() -> Sequence[Tensor]:
             whole = index.expand(x.shape[0], -1, -1)
-            made = [x.gather(-1, whole).mT.contiguous()] if self.transposed else []
-            if d_out is None:
-                return made
+            out = x.gather(-1, whole)
+            out = out.mT.contiguous() if self.transposed else out
             of_rows = d_out.mT if self.transposed else d_out
-            return [*made, torch.zeros_like(x).scatter_add_(-1, whole, of_rows)]
+            return out, torch.zeros_like(x).scatter_add_(-1, whole, of_rows)
 
-        ours = functools.partial(self._by, run.MANY, x, index, d_out)
-        runs = functools.partial(self._by, run.IN_TORCH, x, index, d_out), ours
+        runs = [functools.partial(self._by, op, x, index, d_out) for op in (run.IN_TORCH, run.MANY)]
         compare(runs, "gather", x.dtype)
-        return [Candidate(torchs), Candidate(ours)]
+        return [Candidate(torchs), Candidate(runs[1])]
 
     def _by(
-        self, op: Callable[..., list[Tensor]], x: Tensor, index: Tensor, d_out: Tensor | None
+        self, op: Callable[..., list[Tensor]], x: Tensor, index: Tensor, d_out: Tensor
     ) -> list[Tensor]:
         name, places = gathered.spec_of(x.dtype).name, x.shape[2]
-        made = []
+        made = op(*run.arguments(gathered_op.FORWARD, (x, index, name, self.transposed)))
         if self.transposed:
-            made = op(*run.arguments(gathered_op.FORWARD, (x, index, name)))
-        if d_out is None:
-            return made
+            (d_out,) = op(*gathered_op.turning(d_out, name))
         order = op(*run.arguments(gathered_op.ORDER, (index, name, places)))
-        given = d_out, index, *order, name, places, self.transposed
+        given = d_out, index, *order, name, places
         return [*made, *op(*run.arguments(gathered_op.BACKWARD, given))]
 
 

@@ -1,11 +1,11 @@
 """`torch.gather` along rows of 16 bits, by an index that batches share → `fx_fuser::gather_rows`
-(`fx_fuser.ops.attention_bias.gathered`), in training, and in inference if it is transposed.
+(`fx_fuser.ops.attention_bias.gathered`), in training.
 
 DeBERTa's attention reads scores of relative positions so, twice a layer: of the queries by a
 position of each key, and of the keys by a position of each query, transposed. In the backward
 Inductor adds all scores' gradients to memory one by one, by atomic operations of 16 bits, in the
 order in which softmax's backward finds them: a millisecond a layer of 16 x 384 tokens, where the
-bytes take a tenth. And softmax, row by row, reads what is transposed element by element.
+bytes take a tenth. In inference softmax gathers as fast itself.
 """
 
 from __future__ import annotations
@@ -74,9 +74,6 @@ def _rewritten(view: View, node: Node, options: Options, dtypes: frozenset[torch
     if region.functional_level() is not None:
         raise Stays("it is inside a functorch transform or a forward-mode AD level")
     turned, strides = _turned(view, node)
-    trains: bool = node.meta["example_value"].requires_grad
-    if not trains and turned is None:
-        raise Stays("it has no gradient, and whatever reads it gathers as fast")
     kept = {node, turned or node, index}
     if any(is_written(view, one, one, view.nodes[-1]) for one in kept):
         raise Stays("its result or its index is written to")
@@ -89,7 +86,7 @@ def _rewritten(view: View, node: Node, options: Options, dtypes: frozenset[torch
         _check_value(made.meta["example_value"], meta_tensor(end))
         forms = [form_of_value(n.meta["example_value"]) for n in (x, shared)]
         assert forms[0] is not None and forms[1] is not None, "its sizes are known"
-        gather = clock.Gather(forms[0], forms[1], turned is not None, trains)
+        gather = clock.Gather(forms[0], forms[1], turned is not None)
         gather.check(options.cpu_ops, options.strict)
     except Exception:
         calls.undo()
@@ -112,6 +109,8 @@ def _check(
         raise Stays(f"it is of {x.dtype} by {index.dtype}")
     if any(t.device.type != ("cpu" if options.cpu_ops else "cuda") for t in (x, index)):
         raise Stays("it is on another device")
+    if not was.requires_grad:
+        raise Stays("it has no gradient, and whatever reads it gathers as fast")
     if argument_of(node, 3, "sparse_grad") or node.kwargs.get("out") is not None:
         raise Stays("its gradient is sparse, or it has an out")
     if not all(isinstance(n, int) for t in (x, index) for n in (*t.shape, *t.stride())):
