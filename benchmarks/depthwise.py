@@ -27,7 +27,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 Window = tuple[int, int, int]  # height, width, stride
 WINDOWS: tuple[Window, ...] = (
     *((3, 3, 1), (3, 3, 2), (5, 5, 1), (5, 5, 2)),
-    *((7, 7, 1), (7, 7, 2), (4, 6, 2), (3, 7, 1)),
+    *((7, 7, 1), (7, 7, 2), (4, 6, 2), (3, 7, 1), (9, 9, 2), (11, 11, 1)),
 )
 
 

@@ -15,6 +15,8 @@
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
+#include "host/depthwise_gradients.h"
+#include "host/grouped_gradients.h"
 #include "host/implicit.h"
 #include "host/linear_combs.h"
 #include "host/linear_dense.h"
@@ -142,6 +144,32 @@ bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
   return run_implicit(kernels, x, weight, window, out, c, {operands, scalars});
 }
 
+bool grouped(int64_t handle, const Tensor& x, const Tensor& weight,
+             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+             const std::vector<int64_t>& dilation, int64_t groups, const Tensor& out,
+             const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+             const std::vector<double>& scalars, const std::vector<int64_t>& tile) {
+  const auto& kernels = kernels_of<GroupedKernels>(handle);
+  check_conv(kernels.x, x, weight, padding, groups);
+  const GroupedWindow of{implicit_window(x, weight, stride, padding, dilation), groups};
+  return run_grouped(kernels, x, weight, of, out, c, {operands, scalars}, tile);
+}
+
+bool grouped_input(int64_t handle, const Tensor& dz, const Tensor& weight,
+                   const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                   const std::vector<int64_t>& dilation, int64_t groups, const Tensor& dx) {
+  const GroupedWindow of{implicit_window(dx, weight, stride, padding, dilation), groups};
+  return run_grouped_input(kernels_of<GroupedKernels>(handle), dz, weight, of, dx);
+}
+
+bool grouped_weight(int64_t handle, const Tensor& x, const Tensor& dz,
+                    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                    const std::vector<int64_t>& dilation, int64_t groups, const Tensor& dw,
+                    const std::vector<int64_t>& tile) {
+  const GroupedWindow of{implicit_window(x, dw, stride, padding, dilation), groups};
+  return run_grouped_weight(kernels_of<GroupedWeightKernels>(handle), x, dz, of, dw, tile);
+}
+
 bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Tensor& v,
                      const Tensor& out, const std::optional<Tensor>& lse, double scale,
                      bool is_causal, const std::optional<Tensor>& seed, double dropout) {
@@ -201,6 +229,22 @@ bool conv1d_weight(int64_t handle, const Tensor& x, const Tensor& dz, const Tens
   return run_conv1d_weight(kernels_of<Conv1dWeightKernels>(handle), x, dz, dw, padding);
 }
 
+bool depthwise_turned(int64_t handle, const Tensor& x, const Tensor& weight,
+                      const std::vector<int64_t>& padding, const Tensor& out) {
+  return run_depthwise(kernels_of<DepthwiseKernels>(handle), x, weight, padding, out, std::nullopt,
+                       {{}, {}}, /*turned=*/true);
+}
+
+bool depthwise_input(int64_t handle, const Tensor& dz, const Tensor& weight,
+                     const std::vector<int64_t>& padding, const Tensor& dx) {
+  return run_depthwise_input(kernels_of<DepthwiseInputKernels>(handle), dz, weight, dx, padding);
+}
+
+bool depthwise_weight(int64_t handle, const Tensor& x, const Tensor& dz,
+                      const std::vector<int64_t>& padding, const Tensor& dw) {
+  return run_depthwise_weight(kernels_of<DepthwiseWeightKernels>(handle), x, dz, dw, padding);
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
@@ -231,11 +275,28 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "depthwise(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def(
+      "depthwise_turned(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out) -> "
+      "bool");
+  m.def(
+      "depthwise_input(int kernels, Tensor dz, Tensor weight, int[] padding, Tensor(a!) dx) -> "
+      "bool");
+  m.def("depthwise_weight(int kernels, Tensor x, Tensor dz, int[] padding, Tensor(a!) dw) -> bool");
+  m.def(
       "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def(
       "implicit(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, "
       "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "grouped(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+      "int groups, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars, int[] tile) "
+      "-> bool");
+  m.def(
+      "grouped_input(int kernels, Tensor dz, Tensor weight, int[] stride, int[] padding, "
+      "int[] dilation, int groups, Tensor(a!) dx) -> bool");
+  m.def(
+      "grouped_weight(int kernels, Tensor x, Tensor dz, int[] stride, int[] padding, "
+      "int[] dilation, int groups, Tensor(a!) dw, int[] tile) -> bool");
   m.def(
       "attention_split(int kernels, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
       "float scale, bool is_causal, Tensor? seed, float dropout) -> bool");
@@ -264,8 +325,14 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));
   m.impl("depthwise", TORCH_BOX(&depthwise));
+  m.impl("depthwise_turned", TORCH_BOX(&depthwise_turned));
+  m.impl("depthwise_input", TORCH_BOX(&depthwise_input));
+  m.impl("depthwise_weight", TORCH_BOX(&depthwise_weight));
   m.impl("stem", TORCH_BOX(&stem));
   m.impl("implicit", TORCH_BOX(&implicit));
+  m.impl("grouped", TORCH_BOX(&grouped));
+  m.impl("grouped_input", TORCH_BOX(&grouped_input));
+  m.impl("grouped_weight", TORCH_BOX(&grouped_weight));
   m.impl("attention_split", TORCH_BOX(&attention_split));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("conv1d", TORCH_BOX(&conv1d));

@@ -34,6 +34,8 @@ _LINEAR = (*_KERNELS, "kernels_cu/host/linear*", "kernels_cu/host/gemm_call.h")
 DEPENDS: dict[str, tuple[str, ...]] = {
     "attention/*": (*_KERNELS, "kernels_cu/attention/*", "kernels_cu/host/attention*",
                     "fx_fuser/kernels/attention/*.py", "fx_fuser/ops/attention*.py"),
+    "conv1d/*": (*_KERNELS, "kernels_cu/conv/conv1d*", "kernels_cu/host/conv1d.h",
+                 "fx_fuser/kernels/conv1d/*.py"),
     "conv_sweep/*": (*_KERNELS, "kernels_cu/conv/*", "kernels_cu/host/conv*",
                      "fx_fuser/kernels/direct.py"),
     "heads/*": (*_KERNELS, "kernels_cu/loss/*", "kernels_cu/host/head_loss.h",

@@ -28,6 +28,12 @@ if not any(e.name == "fx_fuser" for e in entry_points(group="torch_dynamo_backen
 if installs_at_import():
     install()
 
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that they come from."""
+    return [*__all__]
+
+
 __all__ = [
     "BuildError",
     "Comparison",

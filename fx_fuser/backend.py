@@ -28,7 +28,17 @@ from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls, head_kept
 from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced
-from fx_fuser.passes import contractions, conv1d, folding, head_loss, masks, padding, provenance
+from fx_fuser.passes import (
+    contractions,
+    conv1d,
+    depthwise,
+    folding,
+    grouped,
+    head_loss,
+    masks,
+    padding,
+    provenance,
+)
 from fx_fuser.passes.by_hand import gathers
 from fx_fuser.passes.by_hand import rewrite as by_hand
 from fx_fuser.planning import gate, plan, reads
@@ -117,6 +127,8 @@ def fuse_and_compile(
     results: Any = gm.graph.output_node().args[0]
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = conv1d.settings({**coming.load(), **padded}, gm, options, inputs)
+    passes = depthwise.settings(passes, gm, options, inputs)
+    passes = grouped.settings(passes, gm, options, inputs)
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)
@@ -264,7 +276,7 @@ def _verified(
     if not calls or options.verify == "never" or not verification.is_verifiable(inputs):
         return sites
     graphs = {one.module: one.prepared.graph for one in searched}
-    faults = verification.Verification(graphs, calls, options.asks_tf32).run(gm, inputs)
+    faults = verification.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
 
     def judged(site: Planned | Refusal) -> Planned | Refusal:
         if isinstance(site, Refusal) or site.match.root not in faults:

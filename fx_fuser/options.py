@@ -28,7 +28,7 @@ LAST_PASS = "post_grad_custom_post_pass"
 _WITH_OWN_OPS = {"comprehensive_padding": False}
 CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
-    "fp32": ("follow", "split", "ieee", "tf32", "tf32-library"),
+    "fp32": ("follow", "split", "ieee", "tf32"),
     "plan": ("measure", "always"),
     "save": ("auto", "speed", "memory"),
     "verify": ("never", "first_call", "always"),
@@ -57,8 +57,7 @@ class Options:
     cache_size: size of the folder of compiled kernels, in MB; the least recently used go first.
     fp32: how a Linear's fp32 gemm is computed on CUDA, and whether a convolution may use TF32.
         "follow": torch's settings ("split" at `highest`, its default); "split": three gemms of fp16
-        halves, as exact as fp32; "ieee": the library's fp32; "tf32"; "tf32-library": the
-        library's gemm, in TF32 where torch's settings allow it.
+        halves, as exact as fp32; "ieee": the library's fp32; "tf32".
     plan: "measure" and leave to the inner compiler what is no faster, or "always" fuse.
     save: what a fused site keeps for its backward. "speed": what makes it fastest; "memory": not
         the anchor's output, which backward recomputes; "auto": as "speed", but if two candidates
@@ -186,10 +185,6 @@ class Options:
         names = self.patterns
         all_patterns = names is None or (names and all(n.startswith("-") for n in names))
         return bool(all_patterns) and self.inner != "eager"
-
-    @property
-    def asks_tf32(self) -> bool:
-        return self.fp32 in ("tf32", "tf32-library")
 
     @property
     def contracts(self) -> bool:

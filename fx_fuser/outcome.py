@@ -20,7 +20,16 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.read.naming import at
 from fx_fuser.kernels import KERNELS
 from fx_fuser.options import Options
-from fx_fuser.passes import attention_split, contractions, conv1d, head_loss, padding, products
+from fx_fuser.passes import (
+    attention_split,
+    contractions,
+    conv1d,
+    depthwise,
+    grouped,
+    head_loss,
+    padding,
+    products,
+)
 from fx_fuser.passes.by_hand import rewrite as by_hand
 from fx_fuser.passes.by_hand.rewrite import ByHand
 from fx_fuser.passes.contractions import Contraction
@@ -185,7 +194,7 @@ def replaced() -> Counter[str]:
     names = {
         "gemm": (products.COUNTERS, padding.COUNTERS),
         "attention": (attention_split.COUNTERS,),
-        "convolution": (conv1d.COUNTERS,),
+        "convolution": (conv1d.COUNTERS, depthwise.COUNTERS, grouped.COUNTERS),
     }
     return Counter({kind: sum(sum(counters[n].values()) for n in of) for kind, of in names.items()})
 

@@ -10,13 +10,22 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import attention_split, contractions, conv1d, head_loss, padding, products
+from fx_fuser.passes import (
+    attention_split,
+    contractions,
+    conv1d,
+    depthwise,
+    grouped,
+    head_loss,
+    padding,
+    products,
+)
 from fx_fuser.passes.by_hand import rewrite as by_hand
 
 # The keys of `Sites` that count changes.
 CHANGED = (
     *("fused", "masks", "by_hand", "products", "attention", "padded", "convolutions"),
-    *("contractions", "heads"),
+    *("depthwise", "grouped", "contractions", "heads"),
 )
 _MOST_OF_WARNING = 400  # characters
 
@@ -32,6 +41,8 @@ class Sites(TypedDict, total=False):
     attention: dict[str, int]  # fp32 attentions replaced there
     padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by a kernel
     convolutions: dict[str, int]  # along one dimension, of 16 bits, replaced there
+    depthwise: dict[str, int]  # depthwise convolutions of 16 bits, replaced there
+    grouped: dict[str, int]  # convolutions of 16 bits in groups, replaced there
     contractions: dict[str, int]  # sums of products that are gemms now
     heads: dict[str, int]  # Linears that are one op with their loss
     warnings: list[str]  # that name fx_fuser
@@ -49,6 +60,8 @@ def counted(sites: Sites) -> Iterator[None]:
         "attention": attention_split.COUNTERS,
         "padded": padding.COUNTERS,
         "convolutions": conv1d.COUNTERS,
+        "depthwise": depthwise.COUNTERS,
+        "grouped": grouped.COUNTERS,
         "contractions": contractions.COUNTER,
         "heads": head_loss.COUNTER,
     }

@@ -25,6 +25,8 @@ _SITES = {  # of `counting.Sites`
     "attention": "fp32 attentions replaced there",
     "padded": "16-bit gemms of odd sizes padded or replaced there",
     "convolutions": "16-bit convolutions along one dimension replaced there",
+    "depthwise": "16-bit depthwise convolutions replaced there",
+    "grouped": "16-bit convolutions in groups replaced there",
     "masks": "attention masks removed",
     "by_hand": "attentions written by hand that became torch's fused one",
     "contractions": "sums of products computed as gemms",

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fx_fuser.kernels import KERNELS
+
 Made = tuple[nn.Module, Tensor]
 
 
@@ -105,7 +107,7 @@ def _images(
 
 
 F32, BF16 = torch.float32, torch.bfloat16
-CASES = (
+_ALL = (
     Case(
         "fp32 Linear + SiLU + mul",
         "split",
@@ -154,6 +156,11 @@ CASES = (
         lambda scale: _images(scale, 64, 28, BF16, Convolution(64, 64, 1, F.silu)),
     ),
     Case(
+        "bf16 conv 3 × 3 in groups + BN + ReLU",
+        "grouped",
+        lambda scale: _images(scale, 96, 28, BF16, Convolution(96, 96, 3, F.relu, groups=4)),
+    ),
+    Case(
         "bf16 conv 3 × 3 + BN + ReLU",
         "folded",
         lambda scale: _images(scale, 256, 14, BF16, Convolution(256, 256, 3, F.relu)),
@@ -166,3 +173,4 @@ CASES = (
         options={"fp32": "ieee"},
     ),
 )
+CASES = tuple(case for case in _ALL if KERNELS[case.loop].is_offered)

@@ -26,7 +26,7 @@ class Access:
 
 
 def loops_of(gpu: Gpu) -> list[Access]:
-    return [_access(kernel, gpu) for kernel in KERNELS.values()]
+    return [_access(kernel, gpu) for kernel in KERNELS.values() if kernel.is_offered]
 
 
 def _access(kernel: Kernel, gpu: Gpu) -> Access:

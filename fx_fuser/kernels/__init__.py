@@ -18,16 +18,18 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import attention, conv1d, head_loss, planes
+from fx_fuser.kernels import attention, conv1d, head_loss
 from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.kernels.attention import gathered
 from fx_fuser.kernels.attention import window as attention_window
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
 from fx_fuser.kernels.depthwise import Depthwise
+from fx_fuser.kernels.depthwise import training as depthwise_training
 from fx_fuser.kernels.direct import Direct
 from fx_fuser.kernels.exact import Exact
 from fx_fuser.kernels.folded import Folded
+from fx_fuser.kernels.grouped import Grouped
 from fx_fuser.kernels.implicit import Implicit
 from fx_fuser.kernels.pointwise import Library
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
@@ -46,6 +48,7 @@ _ALL = (
     Folded(),
     Stem(),
     Depthwise(),
+    Grouped(),
     Implicit(),
     Direct(),
     Library(),
@@ -65,6 +68,8 @@ def candidates(case: Case) -> list[dict[str, Any]]:
 
 
 def _is_taken(case: Case, kernel: Kernel) -> bool:
+    if not kernel.is_offered:
+        return False
     if case.site.kind not in kernel.kinds or (kernel.needs_cuda and case.device.type != "cuda"):
         return False
     if kernel.arch is not None and kernel.arch != binaries.arch_of(case.device):
@@ -78,7 +83,7 @@ def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
     choices = {"product": kernel.name, "backward": backward, "again": case.recomputes}
     if case.site.kind not in CONVOLUTION_KINDS:
         return choices
-    asked = case.options.asks_tf32
+    asked = case.options.fp32 == "tf32"
     if case.options.fp32 == "follow":
         asked = conv_tf32_requested()
     return {"tf32": (asked or kernel.in_tf32) and may_be_tf32(case.tensors[0]), **choices}
@@ -101,8 +106,8 @@ def examples(arch: str) -> list[KernelSpec]:
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
     attentions += [*attention_window.offered(), *gathered.offered()]
-    others = [*head_loss.examples(), *planes.examples(), *conv1d.examples(arch)]
-    return [*of_sites, *attentions, *others]
+    others = [*head_loss.examples(), *conv1d.examples(arch)]
+    return [*of_sites, *attentions, *others, *depthwise_training.examples()]
 
 
 def unavailable(device: torch.device | str | int) -> str | None:

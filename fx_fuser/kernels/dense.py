@@ -9,7 +9,7 @@ import torch
 
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.kernels.base import FLOATS, Case, Kernel, example, is_float64
-from fx_fuser.kernels.precision import TF32_LIBRARY, asked_precision
+from fx_fuser.kernels.precision import asked_precision
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 LINEAR_DENSE = Family(
@@ -29,9 +29,7 @@ class Dense(Kernel):
         c = case.tensors[0]
         if c.dtype not in self.dtypes or not c.is_contiguous() or is_float64(case):
             return False
-        if c.dtype != torch.float32:
-            return True
-        return asked_precision(case.options) == "tf32" and case.options.fp32 != TF32_LIBRARY
+        return c.dtype != torch.float32 or asked_precision(case.options) == "tf32"
 
     def family(self, operands: Operands, config: Config) -> Family:
         return LINEAR_DENSE

@@ -18,9 +18,6 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 FOLDED = "folded"
 FOLD = Family("conv/fold.cuh", "FX_FUSER_FOLD", "fold")
-# #46: no GPU has trained through it. To be removed once test_training_with_frozen_norms of
-# tests/ops/test_folded_gpu.py has passed.
-TRAINS_ON_GPU = False
 
 
 @functools.cache
@@ -102,8 +99,6 @@ def _is_frozen(case: Case) -> bool:
     """May it be trained: is there a BatchNorm in evaluation whose parameters need no gradient, and
     does x come in channels_last, so that backward reads it with eager's strides?"""
     if not _is_normed(case) or case.site.attrs["training"]:
-        return False
-    if case.device.type == "cuda" and not TRAINS_ON_GPU:
         return False
     asked = case.gradients()
     return (

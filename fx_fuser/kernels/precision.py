@@ -11,7 +11,6 @@ from torch import Tensor
 from fx_fuser.options import Options
 
 SPLIT = "split"  # of option "fp32", next to "ieee" and "tf32"
-TF32_LIBRARY = "tf32-library"  # of option "fp32": "tf32" by the library
 
 
 def matmul_tf32_requested() -> bool:
@@ -21,8 +20,6 @@ def matmul_tf32_requested() -> bool:
 
 def asked_precision(options: Options) -> str:
     """What option "fp32" asks of an fp32 gemm: "split", "ieee" or "tf32"."""
-    if options.asks_tf32:
-        return "tf32"
     if options.fp32 != "follow":
         return options.fp32
     return "tf32" if matmul_tf32_requested() else SPLIT

@@ -65,7 +65,7 @@ class Stem(Kernel):
         c, weight = case.tensors[0], case.operand("weight")
         if is_float64(case) or c.dtype not in self.dtypes or case.out not in self.dtypes:
             return False
-        may = may_be_tf32(c) and (case.options.fp32 == "follow" or case.options.asks_tf32)
+        may = may_be_tf32(c) and case.options.fp32 in ("follow", "tf32")
         may = may and not case.options.exported  # a file does not keep torch's settings
         if c.dtype == torch.float32 and not may:
             return False

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.anchors.conv2d import library_convolution
-from fx_fuser.kernels.planes import FACT_WORDS, LEAST_NORMAL, TOP, doubted, plane_strides
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 
@@ -53,75 +52,6 @@ _LIBRARY.impl("unaligned_product", _unaligned_product, "CPU")
 torch.library.register_fake(
     "fx_fuser::unaligned_product",
     lambda a, b, bias, kernel, sizes: a.new_empty((*a.shape[:-1], b.shape[-2])),
-    lib=_LIBRARY,
-)
-
-
-# ---- fp32 products from planes: on a CPU what kernels_cu/host/planes.h makes ---------------------
-
-
-def _plane(
-    tensor: Tensor, largest: Tensor | None, order: Sequence[int], kernel: str
-) -> tuple[Tensor, Tensor]:
-    values, facts = _room_of_plane(tensor, largest, order, kernel)
-    found = tensor.abs() if largest is None else largest
-    top = torch.where(found.isfinite(), found, 0.0).double().max() if found.numel() else found.sum()
-    exponent = TOP + 1 - int(torch.frexp(top)[1]) if top > 0 else 0
-    scaled = tensor.double() * 2.0**exponent
-    values.copy_(scaled.float())
-    lost = (scaled != 0) & (scaled.abs() < LEAST_NORMAL)
-    facts[:3] = torch.tensor([exponent, 1, int(lost.any())], dtype=torch.int32)
-    return values, facts
-
-
-def _room_of_plane(
-    tensor: Tensor, largest: Tensor | None, order: Sequence[int], kernel: str
-) -> tuple[Tensor, Tensor]:
-    strides = plane_strides(tensor, order)
-    values = tensor.new_empty_strided(tensor.shape, strides, dtype=torch.float16)
-    return values, tensor.new_empty(FACT_WORDS, dtype=torch.int32)
-
-
-# An fp32 tensor's plane and what is known of it, for products that share it. largest: the tensor's
-# largest finite value is the largest of these. order: `kernels.planes.order_of` the tensor. kernel:
-# the name of `kernels.planes.PLANES`.
-_LIBRARY.define(
-    "plane(Tensor tensor, Tensor? largest, int[] order, str kernel) -> (Tensor, Tensor)"
-)
-_LIBRARY.impl("plane", _plane, "CPU")
-torch.library.register_fake("fx_fuser::plane", _room_of_plane, lib=_LIBRARY)
-
-
-def _planes_product(
-    a: Tensor,
-    b: Tensor,
-    a_values: Tensor,
-    b_values: Tensor,
-    a_facts: Tensor,
-    b_facts: Tensor,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    exponent = int(a_facts[0] + b_facts[0])
-    sums = (a_values.double() @ b_values.double()).float()
-    if a_facts[2] or b_facts[2]:
-        again = (a.double() @ b.double() * 2.0**exponent).float()
-        sums = torch.where(doubted(sums * a.shape[-1] ** -0.5), again, sums)
-    unscale = max(-exponent, -252)
-    half = int(unscale / 2)
-    factors = [2.0**half, 2.0 ** (unscale - half)]
-    return sums, torch.tensor(factors, dtype=torch.float32)
-
-
-# a b of fp32 matrices, or of batches of them, with TF32's accuracy, and two factors: the product is
-# their product's. a_values, a_facts: of a's plane, the values seen as a is. kernel: as in `plane`.
-_LIBRARY.define(
-    "planes_product(Tensor a, Tensor b, Tensor a_values, Tensor b_values, Tensor a_facts, "
-    "Tensor b_facts, str kernel) -> (Tensor, Tensor)"
-)
-_LIBRARY.impl("planes_product", _planes_product, "CPU")
-torch.library.register_fake(
-    "fx_fuser::planes_product",
-    lambda a, b, *_: (a.new_empty((*a.shape[:-1], b.shape[-1])), a.new_empty(2)),
     lib=_LIBRARY,
 )
 

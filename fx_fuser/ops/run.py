@@ -30,7 +30,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fx_fuser.native.kernel_spec import CUDA_TYPES
+from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _CALL = "(Tensor[] t, str program, SymInt[]? sizes=None)"
@@ -76,6 +78,28 @@ def define(
     On CUDA kernels_cu/host/run.h says what runs; what that does not take comes back to `in_torch`.
     """
     _functions[name] = _Function(in_torch, like)
+
+
+def define_loader(name: str, kind: str, offered: Callable[[], Iterable[KernelSpec]]) -> None:
+    """Defines the op that a function calls if its kernel is not loaded: if Inductor's cache had the
+    graph, no pass has seen it. It returns nothing: if the kernel does not build, the function finds
+    none again, and runs by the library from then on.
+
+    kind: what a warning calls the operation; offered: all of its kernels.
+    """
+
+    def prepare(on: Tensor, kernel: str) -> None:
+        try:
+            load.prepare([next(spec for spec in offered() if spec.name == kernel)], on.device)
+        except Exception as error:
+            warnings.warn(
+                f"fx_fuser leaves {kind} to the library: {type(error).__name__}: {error}; "
+                "please report it",
+                stacklevel=2,
+            )
+
+    _LIBRARY.define(f"{name}(Tensor on, str kernel) -> ()")
+    _LIBRARY.impl(name, prepare, "CompositeExplicitAutograd")
 
 
 def _many(

@@ -22,13 +22,6 @@ from fx_fuser.native import binaries, load
 from fx_fuser.native.kernel_spec import KernelSpec
 
 _aten = torch.ops.aten
-# Operations that return their operand's memory; the last one copies if its strides require that.
-ATEN_VIEWS = frozenset({
-    _aten.alias.default, _aten.expand.default, _aten.permute.default, _aten.select.int,
-    _aten.slice.Tensor, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
-    _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.view.default,
-    _aten._unsafe_view.default, _aten.reshape.default,
-})  # fmt: skip
 # Operation → places of its two factors. An argument before them is added.
 GEMMS: dict[Any, tuple[int, int]] = {
     _aten.mm.default: (0, 1),

@@ -40,11 +40,11 @@ from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
-from fx_fuser.passes import attention_split, planes, products
+from fx_fuser.passes import attention_split, products
 from fx_fuser.passes.attention_split import biased
 from fx_fuser.passes.attention_split.biased import AttentionBias
 from fx_fuser.passes.attention_split.dropout import AttentionDropout
-from fx_fuser.passes.graph_pass import ATEN_VIEWS, call
+from fx_fuser.passes.graph_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
 from fx_fuser.planning import bench_ops
 from fx_fuser.planning.bench_ops import TensorForm
@@ -67,7 +67,13 @@ _WITHOUT_GEMMS = VIEWS | ACTIVATIONS | set(_NAMES.split())
 _CASTS = {"float", "to", "_to_copy", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
-_COPIES = ATEN_VIEWS | {_aten.clone.default}
+# Views, and copies, of the operand.
+_SAME_VALUES = frozenset({
+    _aten.alias.default, _aten.expand.default, _aten.permute.default, _aten.select.int,
+    _aten.slice.Tensor, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
+    _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.view.default,
+    _aten._unsafe_view.default, _aten.reshape.default, _aten.clone.default,
+})  # fmt: skip
 
 
 # ---- in Dynamo's graph -------------------------------------------------------------------------
@@ -186,8 +192,7 @@ class Passes:
     """The passes that Inductor is to run over the graphs it makes of Dynamo's graph.
 
     narrow: as in `Provenance`. kernels: GPU → the passes' kernels; None if no pass is to run.
-    biased_alone: are those over 16-bit attention with a bias the only ones? has_planes: is the pass
-    over TF32 gemms among them?
+    biased_alone: are those over 16-bit attention with a bias the only ones?
     """
 
     options: Options
@@ -195,15 +200,12 @@ class Passes:
     narrow: tuple[torch.dtype, ...]
     kernels: Mapping[torch.device, Sequence[KernelSpec]] | None
     biased_alone: bool = False
-    has_planes: bool = False
 
     @classmethod
     def over(cls, gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Passes:
         """gm: the untouched graph. Compiles nothing."""
         narrow = narrow_dtypes(gm)
-        gemms = has_gemms(gm)
-        has_planes = gemms and planes.devices_for(options, inputs) is not None
-        kernels = products.kernels_for(options, inputs, narrow) if gemms else None
+        kernels = products.kernels_for(options, inputs, narrow) if has_gemms(gm) else None
         kernels = kernels and {
             device: [
                 *specs,
@@ -214,15 +216,11 @@ class Passes:
         }
         if kernels is None:
             kernels = biased.kernels_for(gm, options, inputs)
-            return cls(options, inputs, narrow, kernels, kernels is not None, has_planes)
+            return cls(options, inputs, narrow, kernels, kernels is not None)
         return cls(options, inputs, narrow, kernels)
 
     def load(self) -> dict[str, Any]:
         """Inductor's setting → pass. Compiles and loads their kernels."""
-        found = self._of_attention_and_split()
-        return planes.behind(found, self.options, self.inputs) if self.has_planes else found
-
-    def _of_attention_and_split(self) -> dict[str, Any]:
         if self.kernels is None:
             return {}
         if self.biased_alone:
@@ -282,7 +280,7 @@ class _Kept:
 
 def _drop(graph: Graph, node: Node) -> None:
     """Erase the node, the views above it and the cast, up to the first that something reads."""
-    while not node._erased and not node.users and node.target in (*_COPIES, _CAST):
+    while not node._erased and not node.users and node.target in (*_SAME_VALUES, _CAST):
         above = node.args[0]
         graph.erase_node(node)
         node = above  # type: ignore[assignment]
@@ -323,7 +321,7 @@ class _Source:
 
 def _source_of(node: Node, dtypes: Sequence[torch.dtype]) -> _Source | None:
     seen: list[Node] = []
-    while node.op == "call_function" and node.target in _COPIES:
+    while node.op == "call_function" and node.target in _SAME_VALUES:
         seen.append(node)
         node = node.args[0]  # type: ignore[assignment]
     if node.target != _CAST:

@@ -107,8 +107,9 @@ struct QueriesConsumer {
                                         float (&score)[L::kScores], float (&other)[L::kScores]) {
     const int slot = biases.slot();
     wait_for(shared.bias_full[slot], biases.phase());
-    add_bias<T, false>(score, args.scale, shared.bias[slot][Here::consumer()]);
-    release_shared(shared.bias_empty[slot]);
+    const auto& bias = shared.bias[slot][Here::consumer()];
+    const uint32_t seen = add_bias<T, false>(score, args.scale, bias);
+    release_shared(shared.bias_empty[slot], seen);
     biases.advance();
     hide_keys<L::kColumns>(args, unit, tile, score);
     make_gradients<L>(args, shared, rows, score, other);
@@ -246,7 +247,7 @@ struct KeysConsumer {
       hide_below(place, first, score);
     }
     make_both<L>(args, shared, place, shared.of_queries[slot], score, other);
-    release_shared(shared.bias_empty[slot]);
+    release_shared(shared.bias_empty[slot], __float_as_uint(other[L::kScores - 1]));
     biases.advance();
   }
 

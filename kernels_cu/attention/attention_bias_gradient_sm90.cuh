@@ -181,7 +181,7 @@ struct GradientConsumer {
       ptx::pin(score);
       ptx::pin(other);
       const OfRows rows = rows_of(slot.of_queries);
-      release_shared(shared.empty[ring.slot()]);
+      release_shared(shared.empty[ring.slot()], __float_as_uint(rows.row[1].delta));
       ring.advance();
       if (nth == 0) wait_for(shared.bias_full, bias_phase);
       add_bias<T, false>(score, args.scale, shared.bias[Here::consumer()]);

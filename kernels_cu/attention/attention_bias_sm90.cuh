@@ -97,8 +97,9 @@ struct Consumer {
                                          RowState& state, float (&rescale)[2]) {
     const int slot = biases.slot();
     wait_for(shared.bias_full[slot], biases.phase());
-    add_bias<T, false>(score, args.scale, shared.bias[slot][Here::consumer()]);
-    release_shared(shared.bias_empty[slot]);
+    const auto& bias = shared.bias[slot][Here::consumer()];
+    const uint32_t seen = add_bias<T, false>(score, args.scale, bias);
+    release_shared(shared.bias_empty[slot], seen);
     biases.advance();
     hide_keys<L::kColumns>(args, unit, tile, score);
     state.take(score, rescale);

@@ -294,12 +294,16 @@ __device__ __forceinline__ void release(const uint64_t& barrier) {
   if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
-// Releases what a cluster's blocks share: arrives in all of them.
-__device__ __forceinline__ void release_shared(const uint64_t& barrier) {
+// Releases what a cluster's blocks share: arrives in all of them. seen: a word of the last load
+// from it. The arrival waits for that word: it takes another way than loads, which may still be
+// queued.
+__device__ __forceinline__ void release_shared(const uint64_t& barrier, uint32_t seen) {
   __syncwarp();
   const uint32_t lane = ptx::thread_index() % 32;
-  if (lane < ptx::cluster_size()) {
-    ptx::mbarrier_arrive_in_cluster(ptx::shared_address(&barrier), lane);
+  const uint32_t blocks = ptx::cluster_size();
+  const uint32_t zero = seen & (blocks >> 16);  // which the compiler cannot know
+  if (lane < blocks) {
+    ptx::mbarrier_arrive_in_cluster(ptx::shared_address(&barrier) + zero, lane);
   }
 }
 
@@ -366,16 +370,18 @@ __device__ __forceinline__ void pin(uint32_t (&weights)[kSteps][4]) {
   for (auto& step : weights) ptx::pin(step);
 }
 
-// score = scale · score + bias. kTransposed: the bias's lines are columns of `score`.
+// score = scale · score + bias. kTransposed: the bias's lines are columns of `score`. Returns a
+// word of every load, combined.
 template <class T, bool kTransposed, int kScores, int kBoxes>
-__device__ __forceinline__ void add_bias(float (&score)[kScores], float scale,
-                                         const BiasBox (&bias)[kBoxes]) {
+__device__ __forceinline__ uint32_t add_bias(float (&score)[kScores], float scale,
+                                             const BiasBox (&bias)[kBoxes]) {
   const int thread = static_cast<int>(ptx::thread_index()) % kWarpgroup;
   const int matrix = thread % 32 / 8;
   const int warp = thread / 32;
   const int line = thread % 8 + (kTransposed ? matrix / 2 * 8 : warp * 16 + matrix % 2 * 8);
   const int chunk = kTransposed ? warp * 2 + matrix % 2 : matrix / 2;
   const uint32_t first = ptx::shared_address(bias) + line * kSpan + (chunk ^ line % 8) * 16;
+  uint32_t seen = 0;
 #pragma unroll
   for (int i = 0; i < kScores / 4; i += 2) {  // of eight columns
     const uint32_t box = i / 8 * sizeof(BiasBox);
@@ -387,6 +393,7 @@ __device__ __forceinline__ void add_bias(float (&score)[kScores], float scale,
     } else {
       ptx::load_matrices(word, at + box);
     }
+    seen |= word[3];
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const float2 both = unpacked<T>(word[part]);
@@ -395,6 +402,7 @@ __device__ __forceinline__ void add_bias(float (&score)[kScores], float scale,
       to[1] = fmaf(to[1], scale, both.y);
     }
   }
+  return seen;
 }
 
 // Hides keys that do not exist, or that a causal query does not see.

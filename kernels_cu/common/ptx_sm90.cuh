@@ -22,8 +22,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 }
 
 // Arrives at the same barrier in block `rank` of the cluster, which may be this block. Without
-// .release.cluster, which would be a fence of all memory: the stage released here was read by
-// wgmma, and those reads have completed.
+// .release.cluster, which would be a fence of all memory: what reads the stage released here must
+// have completed. wgmma's reads have after its wait; a load's once its value is used, not once it
+// is issued, since the arrival takes another way and may overtake it.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"

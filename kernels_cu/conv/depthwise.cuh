@@ -2,15 +2,12 @@
 // z = sum over i, j of x[n, c, y * stride + i - top, x * stride + j - left] weight[c, 0, i, j],
 // in fp32 arithmetic, for bf16, fp16 and fp32, channels_last or contiguous. For sm_80 and later.
 //
-// A thread has two channels (one in a contiguous image) and a strip of output columns, and walks
-// down the image. Each row of pixels is read once and added to every output row that it contributes
-// to: the sums of as many output rows as the window is high are kept in registers, and so are the
-// weights. So an output costs its products, its share of a row of pixels and its epilogue, and
-// nothing is read twice from memory except the columns at the edges of strips, which hit L1.
-//
-// Rows of pixels are prefetched: in channels_last three rows are in flight to the thread's own part
-// of shared memory (cp.async, without barriers or registers); in contiguous images one row is in
-// registers.
+// A thread has two channels (one in a contiguous image, and of large windows in 16 bits) and a
+// strip of output columns, and walks down the image. Each row of pixels is read once and added to
+// every output row that it contributes to: the sums of as many output rows as the window is high
+// are kept in registers, and so are the weights. So an output costs its products, its share of a
+// row of pixels and its epilogue, and nothing is read twice from memory except the columns at the
+// edges of strips, which hit L1.
 //
 // The window's height, width and stride are compile-time constants: all loops over them are
 // unrolled.
@@ -27,10 +24,9 @@
 #include "common/packed.cuh"
 #include "common/ptx.cuh"
 #include "conv/depthwise_args.h"
+#include "conv/depthwise_rows.cuh"
 
 namespace fx_fuser::depthwise {
-
-constexpr int kDepth = 4;  // rows of pixels in shared memory; a power of two
 
 template <int kHeight, int kWidth, int kStrideOf, bool kIsPlane, class XOf>
 struct Geometry {
@@ -39,126 +35,18 @@ struct Geometry {
   static constexpr int kW = kWidth;
   static constexpr int kStride = kStrideOf;
   static constexpr bool kPlanes = kIsPlane;
-  static constexpr int kChannels = depthwise_channels(kPlanes);
+  static constexpr int kChannels = depthwise_channels(kH, kW, kStride, sizeof(X), kPlanes);
   static constexpr int kColumns = depthwise_columns(kH, kW, kStride, sizeof(X), kPlanes);
   static constexpr int kTaps = kH * kW;
   static constexpr int kWindow = (kColumns - 1) * kStride + kW;    // pixels per row
   static constexpr int kRing = (kH + kStride - 1) / kStride;       // output rows that a row adds to
   static constexpr int kLanes = kPlanes ? 1 : kDepthwiseMaxLanes;  // at most
-  using Raw = Packed<X, kChannels>;
+  using RowsOf = Rows<X, kWindow, kChannels, kPlanes, kDepthwiseThreads>;
 
   struct Shared {
-    Raw row[kPlanes ? 1 : kDepth][kPlanes ? 1 : kWindow][kDepthwiseThreads];
+    typename RowsOf::Shared rows;
     X weight[kLanes * kChannels * kTaps];
   };
-};
-
-// A thread's work item: consecutive output rows in one strip of columns.
-struct Item {
-  uint32_t sample;
-  int32_t y;  // of the output
-  int32_t x;
-  int32_t rows;
-
-  static __device__ __forceinline__ Item at(const DepthwiseArgs& args, uint32_t index,
-                                            int columns) {
-    const uint32_t row = divide(index, args.strips);
-    const uint32_t sample = divide(row, args.chunks);
-    const auto y = static_cast<int32_t>(row - sample * args.chunks.size) * args.rows;
-    const auto x = static_cast<int32_t>(index - row * args.strips.size) * columns;
-    return {sample, y, x, min(args.rows, args.out_h - y)};
-  }
-};
-
-// Reads an item's rows of pixels, from the top.
-template <class G>
-struct Rows {
-  using Raw = typename G::Raw;
-  using X = typename G::X;
-
-  const DepthwiseArgs& args;
-  typename G::Shared& shared;
-  const X* ahead;    // the next row to request
-  int64_t pitch;     // of a row
-  uint32_t columns;  // a bit per column that exists
-  int32_t first;     // the first row's index in the image
-  int32_t count;
-  Raw next[G::kPlanes ? G::kWindow : 1];
-
-  __device__ __forceinline__ Rows(const DepthwiseArgs& of, typename G::Shared& in, const Item& item,
-                                  int channel)
-      : args(of), shared(in), columns(0) {
-    const int pixel = G::kPlanes ? 1 : args.channels;
-    const int64_t plane = static_cast<int64_t>(args.h) * args.w;
-    const int column = item.x * G::kStride - args.left;
-    pitch = static_cast<int64_t>(args.w) * pixel;
-    first = item.y * G::kStride - args.top;
-    count = (item.rows - 1) * G::kStride + G::kH;
-    ahead = static_cast<const X*>(args.x) + item.sample * plane * args.channels +
-            channel * (G::kPlanes ? plane : 1) + first * pitch +
-            static_cast<int64_t>(column) * pixel;
-#pragma unroll
-    for (int c = 0; c < G::kWindow; ++c) {
-      columns |=
-          static_cast<uint32_t>(static_cast<uint32_t>(column + c) < static_cast<uint32_t>(args.w))
-          << c;
-    }
-    columns = ptx::opaque(columns);
-    if constexpr (G::kPlanes) {
-      ask(0);
-    } else {
-#pragma unroll
-      for (int row = 0; row < kDepth - 1; ++row) ask(row);
-    }
-  }
-
-  // Whether it is a row of the image. Rows above and below are zeros, which add nothing.
-  __device__ __forceinline__ bool has(int row) const {
-    return row < count && static_cast<uint32_t>(first + row) < static_cast<uint32_t>(args.h);
-  }
-
-  __device__ __forceinline__ void ask(int row) {
-    if (has(row)) {
-      const int64_t step = G::kPlanes ? 1 : ptx::opaque(args.channels);
-#pragma unroll
-      for (int c = 0; c < G::kWindow; ++c) {
-        const auto* from = reinterpret_cast<const Raw*>(ahead + c * step);
-        const bool reads = columns >> c & 1;
-        if constexpr (G::kPlanes) {
-          next[c] = reads ? *from : Raw{};
-        } else {
-          ptx::copy_async(ptx::shared_address(&shared.row[row % kDepth][c][threadIdx.x]), from,
-                          reads);
-        }
-      }
-    }
-    ahead += pitch;
-    if constexpr (!G::kPlanes) ptx::copy_async_commit();
-  }
-
-  // Returns a row's pixels, if it has any, and requests a later row.
-  __device__ __forceinline__ bool take(int row, float (&pixel)[G::kWindow][G::kChannels]) {
-    Raw raw[G::kWindow];
-    const bool found = has(row);
-    if constexpr (G::kPlanes) {
-#pragma unroll
-      for (int c = 0; c < G::kWindow; ++c) raw[c] = next[c];
-      ask(row + 1);
-    } else {
-      ptx::copy_async_wait_for_groups<kDepth - 2>();
-      if (found) {
-#pragma unroll
-        for (int c = 0; c < G::kWindow; ++c) raw[c] = shared.row[row % kDepth][c][threadIdx.x];
-      }
-      ask(row + kDepth - 1);
-    }
-#pragma unroll
-    for (int c = 0; c < G::kWindow; ++c) {
-#pragma unroll
-      for (int v = 0; v < G::kChannels; ++v) pixel[c][v] = convert<float>(raw[c][v]);
-    }
-    return found;
-  }
 };
 
 template <class G, bool kPixels, class Epilogue, int kScalars, class Out, class Operands,
@@ -179,8 +67,9 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   const DepthwiseArgs& args;
   Item item;
   int channel;
-  int columns;      // of the strip that exist
-  int64_t element;  // the first of the row that is stored next
+  int columns;  // of the strip that exist
+  Out* out;     // where the next row begins
+  X* c;         // likewise, or null
   float value[kSlots][G::kChannels];
 
   __device__ __forceinline__ Store(const DepthwiseArgs& of, const Item& at, int first)
@@ -188,8 +77,11 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
     const int64_t plane = static_cast<int64_t>(args.out_h) * args.out_w;
     const int64_t pixel = static_cast<int64_t>(item.y) * args.out_w + item.x;
     columns = min(G::kColumns, args.out_w - item.x);
-    element = item.sample * plane * args.channels +
-              (G::kPlanes ? channel * plane + pixel : pixel * args.channels + channel);
+    const int64_t element =
+        item.sample * plane * args.channels +
+        (G::kPlanes ? channel * plane + pixel : pixel * args.channels + channel);
+    out = static_cast<Out*>(args.out) + element;
+    c = args.c == nullptr ? nullptr : static_cast<X*>(args.c) + element;
     if constexpr (!kPixels) load_operands(0, 0);
   }
 
@@ -206,7 +98,7 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
     (load_operand<In>(args.operand[kOperand], y, x, value[kOperand]), ...);
   }
 
-  __device__ __forceinline__ void store_pixel(const float (&sum)[G::kChannels], int64_t at,
+  __device__ __forceinline__ void store_pixel(const float (&sum)[G::kChannels], Out* to,
                                               bool exists) const {
     float scalar[kScalarSlots];
 #pragma unroll
@@ -217,7 +109,7 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
       const float in[1 + kOperands] = {sum[v], value[kOperand][v]...};
       y[v] = Epilogue{}(in, scalar);
     }
-    if (exists) store(static_cast<Out*>(args.out) + at, y);
+    if (exists) store(to, y);
   }
 
   template <class T>
@@ -233,19 +125,21 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   __device__ __forceinline__ void store_row(int nth,
                                             const float (&sum)[G::kColumns][G::kChannels]) {
     const int64_t step = G::kPlanes ? 1 : ptx::opaque(args.channels);
-    if (args.c != nullptr) {
+    const int64_t row = args.out_w * (G::kPlanes ? 1 : static_cast<int64_t>(args.channels));
+    if (c != nullptr) {
 #pragma unroll
       for (int o = 0; o < G::kColumns; ++o) {
-        if (o < columns) store(static_cast<X*>(args.c) + element + o * step, sum[o]);
+        if (o < columns) store(c + o * step, sum[o]);
       }
+      c += row;
     }
 #pragma unroll
     for (int o = 0; o < G::kColumns; ++o) {
       // Unconditional, so that the loads of several columns overlap.
       if constexpr (kPixels) load_operands(item.y + nth, item.x + min(o, columns - 1));
-      store_pixel(sum[o], element + o * step, o < columns);
+      store_pixel(sum[o], out + o * step, o < columns);
     }
-    element += args.out_w * (G::kPlanes ? 1 : static_cast<int64_t>(args.channels));
+    out += row;
   }
 };
 
@@ -255,18 +149,12 @@ struct Weights {
   float kept[kKept ? G::kTaps : 1][G::kChannels];
   const typename G::X* shared;
 
-  // Called by all threads of a block. first: the block's first channel.
+  // Called by all threads of a block. first, channel: the block's first channel, the thread's.
   __device__ __forceinline__ Weights(const DepthwiseArgs& args, typename G::Shared& block,
-                                     int first, int lane)
-      : shared(block.weight + lane * G::kChannels * G::kTaps) {
-    const int count = (G::kChannels << args.lanes_log2) * G::kTaps;
-    const int64_t exist = static_cast<int64_t>(args.channels - first) * G::kTaps;
-    const auto* from =
-        static_cast<const typename G::X*>(args.weight) + static_cast<int64_t>(first) * G::kTaps;
-    for (int i = threadIdx.x; i < count && i < exist; i += kDepthwiseThreads) {
-      block.weight[i] = from[i];
-    }
-    __syncthreads();
+                                     int first, int channel)
+      : shared(block.weight + (channel - first) * G::kTaps) {
+    copy_weights<G::kTaps, G::kChannels, G::kLanes, kDepthwiseThreads>(block.weight, args.weight,
+                                                                       args, first, args.turned);
     if constexpr (kKept) {
 #pragma unroll
       for (int tap = 0; tap < G::kTaps; ++tap) {
@@ -309,10 +197,14 @@ __device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kCha
 
 template <class G, class StoreOf, class WeightsOf>
 __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typename G::Shared& shared,
-                                              const Item& item, int channel,
+                                              const Item& item, const typename G::RowsOf::At& at,
                                               const WeightsOf& weights) {
-  Rows<G> rows(args, shared, item, channel);
-  StoreOf store(args, item, channel);
+  typename G::RowsOf rows(args,
+                          {args.x, args.h, args.w, item.sample, item.y * G::kStride - args.top,
+                           item.x * G::kStride - args.left, (item.rows - 1) * G::kStride + G::kH},
+                          at, shared.rows);
+  begin(rows);
+  StoreOf store(args, item, at.channel);
   // sum[i] is output row `step - i`.
   float sum[G::kRing][G::kColumns][G::kChannels] = {};
   const int steps = item.rows + G::kRing - 1;
@@ -329,7 +221,7 @@ __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typenam
 #pragma unroll
     for (int d = 0; d < G::kStride; ++d) {
       float pixel[G::kWindow][G::kChannels];
-      if (!rows.take(step * G::kStride + d, pixel)) continue;
+      if (!take(rows, step * G::kStride + d, pixel)) continue;
 #pragma unroll
       for (int i = G::kRing - 1; i >= 0; --i) {
         const int row = i * G::kStride + d;
@@ -345,17 +237,10 @@ __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typenam
 template <class G, class StoreOf, bool kKept>
 __device__ __forceinline__ void convolve(const DepthwiseArgs& args) {
   __shared__ typename G::Shared shared;
-  const int lane = static_cast<int>(threadIdx.x) & ((1 << args.lanes_log2) - 1);
-  const uint32_t group = blockIdx.x % args.groups;
-  const uint32_t block = blockIdx.x / args.groups;
-  const int first = static_cast<int>(group * G::kChannels) << args.lanes_log2;
-  const int channel = first + lane * G::kChannels;
-  const Weights<G, kKept> weights(args, shared, first, lane);
-  if (channel >= args.channels) return;
-  const uint32_t side = kDepthwiseThreads >> args.lanes_log2;  // items of a block, side by side
-  const uint32_t stride = gridDim.x / args.groups * side;
-  for (uint32_t i = block * side + (threadIdx.x >> args.lanes_log2); i < args.items; i += stride) {
-    convolve_item<G, StoreOf>(args, shared, Item::at(args, i, G::kColumns), channel, weights);
+  const typename G::RowsOf::At at(args);
+  const Weights<G, kKept> weights(args, shared, at.first, at.channel);
+  for (uint32_t i = at.item; i < args.items; i += at.stride) {
+    convolve_item<G, StoreOf>(args, shared, Item::at(args, i, G::kColumns), at, weights);
   }
 }
 
@@ -364,14 +249,8 @@ template <int kH, int kW, int kStride, class Epilogue, int kScalars, class Acc, 
 struct Kernels {
   static_assert(std::is_same_v<Acc, float>);
 
-#ifdef FX_FUSER_FEW_REGISTERS
-  static constexpr bool kSpilled = true;
-#else
-  static constexpr bool kSpilled = false;
-#endif
-
   static constexpr int blocks(bool planes, bool pixels) {
-    return kSpilled ? 1 : depthwise_resident(kH, kW, kStride, planes, pixels);
+    return resident(depthwise_resident(kH, kW, kStride, sizeof(X), planes, pixels));
   }
 
   template <bool kPlanes, bool kPixels>

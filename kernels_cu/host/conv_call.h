@@ -105,6 +105,15 @@ ConvOperand conv_operand_of(const Tensor& tensor) {
   return operand;
 }
 
+// True if every four channels of a pixel are aligned.
+bool takes_quads(const ConvOperand& operand, int64_t bytes, int64_t channels) {
+  constexpr int64_t kFour = 4;
+  const auto is_whole = [&](int64_t elements) { return elements % kFour == 0; };
+  return operand.stride[1] == 1 && is_whole(channels) && is_whole(operand.stride[0]) &&
+         is_whole(operand.stride[2]) && is_whole(operand.stride[3]) &&
+         reinterpret_cast<uintptr_t>(operand.data) % std::min<int64_t>(kFour * bytes, 16) == 0;
+}
+
 // ---- sizes --------------------------------------------------------------------------------------
 
 // [samples, channels, h, w, outputs, kernel h, kernel w, left, right, top, bottom]

@@ -46,7 +46,7 @@ int64_t load_depthwise(const Sources& from) {
   kernels->kernel_h = types.sizes[0];
   kernels->kernel_w = types.sizes[1];
   kernels->stride = types.sizes[2];
-  return keep<ConvKernel>(from, std::move(kernels));
+  return keep<ConvKernel, DepthwiseKernels>(from, std::move(kernels));
 }
 const AddLoader kDepthwiseLoader("depthwise", load_depthwise);
 
@@ -71,9 +71,10 @@ struct DepthwiseCut {
   int64_t blocks;
 };
 
-// Threads along the channels: as many as possible, unless fewer leave fewer of them idle.
-int64_t depthwise_lanes_log2(int64_t units) {
-  constexpr int64_t kFewest = 4;
+// Threads along the channels: as many as possible, unless fewer leave fewer of them idle. whole: a
+// warp, whose lanes share what they read.
+int64_t depthwise_lanes_log2(int64_t units, bool whole) {
+  const int64_t kFewest = whole ? kDepthwiseMaxLanes : 4;
   int64_t best = 0;
   int64_t threads = 0;
   int64_t log2 = 0;
@@ -114,51 +115,86 @@ std::optional<DepthwiseOut> depthwise_out(const ConvShape& shape, int64_t stride
   return DepthwiseOut{spare_h / stride + 1, spare_w / stride + 1};
 }
 
-// std::nullopt if the kernels do not support these sizes.
-std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const DepthwiseForm& form,
-                                             int multiprocessors) {
-  const auto out = depthwise_out(shape, form.stride);
-  const int64_t vector = depthwise_channels(form.planes);
-  if (!out || shape.channels % vector != 0) return std::nullopt;
-  const int kernel_h = static_cast<int>(shape.kernel_h);
-  const int kernel_w = static_cast<int>(shape.kernel_w);
-  const int stride = static_cast<int>(form.stride);
+// What is divided: results of so many rows and columns in all samples, by a kernel's threads.
+struct DepthwiseWork {
+  int64_t samples;
+  int64_t h;
+  int64_t w;
+  int64_t units;  // threads along all channels
+  int64_t columns;
+  int64_t lanes_log2;
+  int64_t threads;   // of a block
+  int64_t resident;  // blocks
+  int64_t stride;    // rows that are read for one of the result
+  int64_t halo;      // and besides, of an item
+  // Rounds of blocks. More would load the weights more often than load balance needs. Blocks of one
+  // round are all resident, and go through all items.
+  int64_t most_rounds;
+};
+
+// std::nullopt if there are more than the kernels can count.
+std::optional<DepthwiseCut> depthwise_divided(const DepthwiseWork& work) {
   DepthwiseCut cut{};
-  cut.columns = depthwise_columns(kernel_h, kernel_w, stride, form.x_bytes, form.planes);
-  cut.strips = ceil_div(out->w, cut.columns);
-  const int64_t units = shape.channels / vector;
-  cut.lanes_log2 = form.planes ? 0 : depthwise_lanes_log2(units);
-  cut.groups = ceil_div(units, int64_t{1} << cut.lanes_log2);
-  const int64_t side = kDepthwiseThreads >> cut.lanes_log2;
-  const int64_t resident = int64_t{multiprocessors} *
-                           depthwise_resident(kernel_h, kernel_w, stride, form.planes, form.pixels);
+  cut.columns = work.columns;
+  cut.strips = ceil_div(work.w, work.columns);
+  cut.lanes_log2 = work.lanes_log2;
+  cut.groups = ceil_div(work.units, int64_t{1} << cut.lanes_log2);
+  const int64_t side = work.threads >> cut.lanes_log2;
+  const int64_t most_workers = std::max<int64_t>(work.most_rounds * work.resident / cut.groups, 1);
   // Cost: rounds of blocks, the last of which is not full, times an item's rows, including the halo
   // rows that its neighbours read too and its start-up.
   constexpr int64_t kMostChunks = 64;
   constexpr double kLastRound = 0.7;
   constexpr int64_t kBegin = 5;
   double least = 0;
-  for (int64_t chunks = 1; chunks <= std::min(out->h, kMostChunks); ++chunks) {
-    const int64_t rows = ceil_div(out->h, chunks);
-    const int64_t items = shape.samples * ceil_div(out->h, rows) * cut.strips;
+  for (int64_t chunks = 1; chunks <= std::min(work.h, kMostChunks); ++chunks) {
+    const int64_t rows = ceil_div(work.h, chunks);
+    const int64_t items = work.samples * ceil_div(work.h, rows) * cut.strips;
     const int64_t blocks = cut.groups * ceil_div(items, side);
-    const double time = (static_cast<double>(blocks) / static_cast<double>(resident) + kLastRound) *
-                        static_cast<double>(rows * stride + kernel_h + kBegin);
+    const double rounds =
+        work.most_rounds > 1
+            ? static_cast<double>(blocks) / static_cast<double>(work.resident) + kLastRound
+            : static_cast<double>(ceil_div(blocks, most_workers * cut.groups));
+    const double time = rounds * static_cast<double>(rows * work.stride + work.halo + kBegin);
     if (chunks > 1 && time >= least) continue;
     least = time;
     cut.rows = rows;
-    cut.chunks = ceil_div(out->h, rows);
+    cut.chunks = ceil_div(work.h, rows);
     cut.items = items;
   }
-  // More blocks would load the weights more often than load balance needs.
-  constexpr int64_t kMostRounds = 4;
-  const int64_t workers =
-      std::min(ceil_div(cut.items, side), ceil_div(kMostRounds * resident, cut.groups));
+  const int64_t workers = std::min(ceil_div(cut.items, side), most_workers);
   cut.blocks = workers * cut.groups;
   constexpr int64_t kHighest =
       (int64_t{1} << 31) - (int64_t{1} << 20);  // with a stride of the grid
   if (cut.items > kHighest - workers * side || cut.blocks > kHighest) return std::nullopt;
   return cut;
+}
+
+// std::nullopt if the kernels do not support these sizes.
+std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const DepthwiseForm& form,
+                                             int multiprocessors) {
+  const auto out = depthwise_out(shape, form.stride);
+  if (!out || (!form.planes && shape.channels % 2 != 0)) return std::nullopt;
+  const int kernel_h = static_cast<int>(shape.kernel_h);
+  const int kernel_w = static_cast<int>(shape.kernel_w);
+  const int stride = static_cast<int>(form.stride);
+  const int64_t vector = depthwise_channels(kernel_h, kernel_w, stride, form.x_bytes, form.planes);
+  const int64_t units = shape.channels / vector;
+  const int resident =
+      depthwise_resident(kernel_h, kernel_w, stride, form.x_bytes, form.planes, form.pixels);
+  DepthwiseWork work{};
+  work.samples = shape.samples;
+  work.h = out->h;
+  work.w = out->w;
+  work.units = units;
+  work.columns = depthwise_columns(kernel_h, kernel_w, stride, form.x_bytes, form.planes);
+  work.lanes_log2 = form.planes ? 0 : depthwise_lanes_log2(units, vector * form.x_bytes < 4);
+  work.threads = kDepthwiseThreads;
+  work.resident = int64_t{multiprocessors} * resident;
+  work.stride = stride;
+  work.halo = kernel_h;
+  work.most_rounds = 4;
+  return depthwise_divided(work);
 }
 
 // [columns, rows, strips, chunks, items, lanes, groups, blocks]; empty if the kernels do not
@@ -172,6 +208,29 @@ std::vector<int64_t> depthwise_cut(const std::vector<int64_t>& sizes, int64_t st
   return {cut->columns, cut->rows,  cut->strips,
           cut->chunks,  cut->items, int64_t{1} << cut->lanes_log2,
           cut->groups,  cut->blocks};
+}
+
+// All but all_rows. read: the images, in one layout.
+void set_depthwise_grid(DepthwiseGrid& grid, const ConvShape& shape, const DepthwiseOut& out,
+                        const DepthwiseCut& cut, const std::vector<Tensor>& read) {
+  const bool is_wide = std::all_of(read.begin(), read.end(), [](const Tensor& image) {
+    const auto address = reinterpret_cast<uintptr_t>(image.data_ptr());
+    return address % 16 == 0 && image.size(1) * image.element_size() % 16 == 0;
+  });
+  grid.wide = is_wide ? 1 : 0;
+  grid.channels = static_cast<int32_t>(shape.channels);
+  grid.h = static_cast<int32_t>(shape.h);
+  grid.w = static_cast<int32_t>(shape.w);
+  grid.out_h = static_cast<int32_t>(out.h);
+  grid.out_w = static_cast<int32_t>(out.w);
+  grid.top = static_cast<int32_t>(shape.top);
+  grid.left = static_cast<int32_t>(shape.left);
+  grid.rows = static_cast<int32_t>(cut.rows);
+  grid.strips = make_divisor(static_cast<uint32_t>(cut.strips));
+  grid.chunks = make_divisor(static_cast<uint32_t>(cut.chunks));
+  grid.items = static_cast<uint32_t>(cut.items);
+  grid.lanes_log2 = static_cast<int32_t>(cut.lanes_log2);
+  grid.groups = static_cast<int32_t>(cut.groups);
 }
 
 // ---- the launch ---------------------------------------------------------------------------------
@@ -201,10 +260,12 @@ bool are_aligned(const Tensor& x, const Tensor& out, const std::optional<Tensor>
 }
 
 // out = epilogue(conv2d(x, weight, groups=channels)), and c, the convolution itself, if given.
+// turned: by the window turned round.
 // Returns false, without a launch, if the kernel does not support these shapes or strides.
 bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,
                    const std::vector<int64_t>& padding, const Tensor& out,
-                   const std::optional<Tensor>& c, const EpilogueArgs& epilogue) {
+                   const std::optional<Tensor>& c, const EpilogueArgs& epilogue,
+                   bool turned = false) {
   check_depthwise(kernels, x, weight, padding);
   const bool planes = !are_alike(x, out, c, /*planes=*/false);
   if (planes && !are_alike(x, out, c, /*planes=*/true)) return false;
@@ -226,24 +287,14 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   check_result(out, "out", kernels.out, size, x, weight);
   if (c) check_result(*c, "c", kernels.x, size, x, weight);
 
+  set_depthwise_grid(args, shape, *out_size, *cut, {x});
+  args.all_rows = args.out_h;
   args.x = x.data_ptr();
   args.weight = weight.data_ptr();
   args.out = out.data_ptr();
   args.c = c ? c->data_ptr() : nullptr;
   std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
-  args.channels = static_cast<int32_t>(shape.channels);
-  args.h = static_cast<int32_t>(shape.h);
-  args.w = static_cast<int32_t>(shape.w);
-  args.out_h = static_cast<int32_t>(out_size->h);
-  args.out_w = static_cast<int32_t>(out_size->w);
-  args.top = static_cast<int32_t>(shape.top);
-  args.left = static_cast<int32_t>(shape.left);
-  args.rows = static_cast<int32_t>(cut->rows);
-  args.strips = make_divisor(static_cast<uint32_t>(cut->strips));
-  args.chunks = make_divisor(static_cast<uint32_t>(cut->chunks));
-  args.items = static_cast<uint32_t>(cut->items);
-  args.lanes_log2 = static_cast<int32_t>(cut->lanes_log2);
-  args.groups = static_cast<int32_t>(cut->groups);
+  args.turned = turned ? 1 : 0;
   const OnDevice on_device(device);
   launch(kernels.kernel[(planes ? 1 : 0) + (pixels ? 2 : 0)], cut->blocks, kDepthwiseThreads,
          current_stream(device), args);

@@ -161,7 +161,7 @@ bool is_aligned(const Tensor& tensor) {
 
 // Sets the strides of x in vectors, for samples, rows and columns. False if channels are not
 // adjacent or pixels are not 16-byte aligned.
-bool find_x_strides(const Tensor& x, const ImplicitWindow& window, ImplicitArgs& args) {
+bool find_x_strides(const Tensor& x, const ImplicitWindow& window, int32_t (&strides)[3]) {
   if (x.stride(1) != 1 || !is_aligned(x)) return false;
   const ConvShape& s = window.shape;
   const int64_t sizes[] = {s.samples, s.h, s.w};
@@ -174,7 +174,7 @@ bool find_x_strides(const Tensor& x, const ImplicitWindow& window, ImplicitArgs&
     if (vectors > std::numeric_limits<int32_t>::max()) return false;
     // Positions in the padding are counted as well.
     extent += (sizes[i] + outside[i]) * vectors;
-    args.x_stride[i] = static_cast<int32_t>(vectors);
+    strides[i] = static_cast<int32_t>(vectors);
   }
   return extent < std::numeric_limits<int32_t>::max() / 2;
 }
@@ -205,8 +205,8 @@ class ImplicitOperands {
       return;
     }
     const int bytes = static_cast<int>(tensor.element_size());
-    operand.mode =
-        takes_vectors_of(operand.of, bytes) ? ImplicitMode::kVectors : ImplicitMode::kElements;
+    operand.mode = takes_quads(operand.of, bytes, out_.size(1)) ? ImplicitMode::kVectors
+                                                                : ImplicitMode::kElements;
     if (!is_like_out(tensor) || (bytes != 2 && bytes != 4)) return;
     int found[kImplicitMaxGroups]{};
     int most = 0;
@@ -254,14 +254,6 @@ class ImplicitOperands {
            std::equal(tensor.sizes().begin(), tensor.sizes().end(), out_.sizes().begin()) &&
            out_.size(1) * tensor.element_size() % 16 == 0;
   }
-  // True if every group of four channels of a pixel is aligned.
-  bool takes_vectors_of(const ConvOperand& operand, int bytes) const {
-    constexpr int64_t kFour = 4;
-    const auto is_whole = [&](int64_t elements) { return elements % kFour == 0; };
-    return operand.stride[1] == 1 && is_whole(out_.size(1)) && is_whole(operand.stride[0]) &&
-           is_whole(operand.stride[2]) && is_whole(operand.stride[3]) &&
-           reinterpret_cast<uintptr_t>(operand.data) % std::min<int64_t>(kFour * bytes, 16) == 0;
-  }
 
   const ImplicitKernels& kernels_;
   const Tensor& out_;
@@ -276,7 +268,7 @@ std::optional<ImplicitArgs> implicit_args(const ImplicitKernels& kernels, const 
   const ConvShape& shape = window.shape;
   ImplicitArgs args{};
   const bool is_kernels = kernels.is_window || window.is_one_by_one();
-  if (!is_kernels || !implicit_takes(window) || !find_x_strides(x, window, args) ||
+  if (!is_kernels || !implicit_takes(window) || !find_x_strides(x, window, args.x_stride) ||
       !is_weight_taken(weight)) {
     return {};
   }

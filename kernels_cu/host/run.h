@@ -24,8 +24,10 @@
 #include "host/conv.h"
 #include "host/conv1d.h"
 #include "host/conv_backward.h"
+#include "host/depthwise_gradients.h"
 #include "host/folded.h"
 #include "host/gather_rows.h"
+#include "host/grouped_gradients.h"
 #include "host/linear.h"
 #include "host/made.h"
 
@@ -287,6 +289,12 @@ Program program_of(const std::string& program) {
   if (name == "conv2d_backward") return program_of(conv2d_backward, text);
   if (name == "conv2d_batchnorm_backward") return program_of(conv2d_batchnorm_backward, text);
   if (name == "conv2d_folded") return program_of(conv2d_folded, text);
+  if (name == "depthwise") return program_of(make_depthwise, text);
+  if (name == "depthwise_input") return program_of(make_depthwise_input, text);
+  if (name == "depthwise_weight") return program_of(make_depthwise_weight, text);
+  if (name == "grouped") return program_of(make_grouped, text);
+  if (name == "grouped_input") return program_of(make_grouped_input, text);
+  if (name == "grouped_weight") return program_of(make_grouped_weight, text);
   STD_TORCH_CHECK(false, "fx_fuser: run knows no function ", name);
 }
 

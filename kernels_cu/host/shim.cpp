@@ -17,9 +17,11 @@
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
+#include "host/depthwise_gradients.h"
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/gather_rows.h"
+#include "host/grouped_gradients.h"
 #include "host/head_loss.h"
 #include "host/implicit.h"
 #include "host/kernel.h"
@@ -28,7 +30,6 @@
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"
-#include "host/planes.h"
 #include "host/pointwise.h"
 #include "host/run.h"
 #include "host/stem.h"
@@ -66,6 +67,9 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "implicit_cut(int[] sizes, int[] stride, int[] dilation, int columns, int leaves, "
       "int operands, int held, int multiprocessors, int shared_bytes) -> int[]");
   m.def(
+      "grouped_cut(int[] sizes, int[] stride, int[] dilation, int groups, int tiles, int leaves, "
+      "int operands, int multiprocessors, int shared_bytes, bool of_weight) -> int[]");
+  m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
       "int[]");
 }
@@ -86,6 +90,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));
   m.impl("stem_cut", TORCH_BOX(&stem_cut));
   m.impl("implicit_cut", TORCH_BOX(&implicit_cut));
+  m.impl("grouped_cut", TORCH_BOX(&grouped_cut));
   m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
 }
 
@@ -96,8 +101,6 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
   m.impl("split_product", TORCH_BOX(&split_product));
   m.impl("exact_product", TORCH_BOX(&exact_product));
   m.impl("unaligned_product", TORCH_BOX(&unaligned_product));
-  m.impl("plane", TORCH_BOX(&plane));
-  m.impl("planes_product", TORCH_BOX(&planes_product));
 }
 
 }  // namespace fx_fuser

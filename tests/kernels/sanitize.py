@@ -24,7 +24,9 @@ import conv_backward_checks
 import conv_checks
 import conv_direct_checks
 import depthwise_checks
+import depthwise_gradient_checks
 import gather_rows_checks
+import grouped_checks
 import head_loss_checks
 import implicit_checks
 import linear_dense_checks
@@ -36,7 +38,7 @@ import torch
 import unaligned_checks
 from native_cases import SMALL_CASES
 
-from benchmarks import conv_backward_sm90, conv_sm90, linear_sm90
+from benchmarks import conv_backward_sm90, conv_sm90, grouped, linear_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.kernels import head_loss
@@ -54,8 +56,11 @@ load.prepare([depthwise_checks.spec_of(*one) for one in depthwise_checks.EXAMPLE
 depthwise_checks.sweep(failures, 40, 0, side=20)
 load.prepare([stem_checks.spec_of(*one) for one in stem_checks.EXAMPLES], "cuda")
 stem_checks.sweep(failures, 40, 0, side=30)
+load.prepare([grouped.spec_of(*one) for one in grouped_checks.EXAMPLES], "cuda")
+grouped_checks.sweep(failures, 40, 0, side=20)
 unaligned_checks.sweep(failures, 36, 0, 12, 140, 150)
 conv1d_checks.sweep(failures, 12, 0, 150, 64)
+depthwise_gradient_checks.sweep(failures, 16, 0, 20)
 load.prepare(head_loss.examples(), "cuda")
 head_loss_checks.sweep(failures, 20, 0, (5, 20000))
 load.prepare([*window.offered(), *gathered.offered()], "cuda")
@@ -69,7 +74,7 @@ def called(name: str, *given: object) -> list[torch.Tensor]:
 for place in range(len(window.SHAPES)):
     attention_window_checks.sweep(failures, called, place, 4, place)
 gather_rows_checks.sweep(failures, called, 0, 8)
-ran += 164
+ran += 220
 if "--racecheck" not in sys.argv:
     load.prepare([implicit_checks.spec_of(*one) for one in implicit_checks.EXAMPLES], "cuda")
     implicit_checks.sweep(failures, 40, 0, side=20)

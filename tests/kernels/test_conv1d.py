@@ -78,9 +78,8 @@ class Positional(nn.Module):
 
 
 @gpu_from_sm80
-def test_a_model_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_takes_the_kernels() -> None:
     """In a training step under autocast, in which they are faster by far; values as eager's."""
-    monkeypatch.setattr(conv1d, "OFFERED", True)
     torch.manual_seed(0)
     model = Positional().to(CUDA)
     x, dy = (torch.randn(8, 249, 768, device=CUDA) for _ in range(2))

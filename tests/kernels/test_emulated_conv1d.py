@@ -20,7 +20,6 @@ from benchmarks.sm90 import relative
 from fx_fuser.kernels import conv1d
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.ops import conv1d as ops
 from fx_fuser.ops import run
 from fx_fuser.ops.conv1d import FORWARD, OF_WEIGHT
 
@@ -131,7 +130,7 @@ def test_a_kernel_that_nobody_has_loaded_is_loaded(
 ) -> None:
     """By the op's own call, as where Inductor's cache has the graph."""
     spec = dataclasses.replace(conv1d.spec_of(24, BF16), use="of this test")
-    monkeypatch.setattr(ops, "_specs", lambda: {spec.name: spec})
+    monkeypatch.setattr(conv1d, "offered", lambda: [spec])
     asked: list[KernelSpec] = []
 
     def prepare(specs: list[KernelSpec], _device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 SITE, PASS = "passes/conv1d/site.py", "passes/conv1d/__init__.py"
+SHARED_SITE, SHARED = "passes/convolution/site.py", "passes/convolution/__init__.py"
 TESTS = "tests/passes/test_conv1d_pass.py"
 LAID, COPIED = (f"{TESTS}::test_forward[dtype0-19-9-True-{last}]" for last in (True, False))
 BACKWARD = f"{TESTS}::test_backward"
@@ -48,14 +49,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "conv1d: no dilation, no stride",
         SITE,
-        "if [*given[name]] != [1]:",
+        "if [*parts.numbers[name]] != [1]:",
         "if False:",
         (REFUSALS,),
     ),
     (
         "conv1d: no transposed convolution",
-        SITE,
-        'if given["transposed"] is not False or',
+        SHARED_SITE,
+        'if self.numbers["transposed"] is not False or',
         "if",
         (f"{TESTS}::test_transposed_convolutions_are_left",),
     ),
@@ -75,23 +76,16 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "conv1d: the clock decides",
-        SITE,
+        SHARED_SITE,
         "return contest.gains(ours, library)",
         "return True",
         (f"{TESTS}::test_the_clock_decides[1.99-False]",),
     ),
     (
         "conv1d: a kernel that is not there",
-        PASS,
+        SHARED,
         "return there >= {*specs} and site.gains()",
         "return True",
         (f"{TESTS}::test_a_kernel_that_does_not_build_leaves_it",),
-    ),
-    (
-        "conv1d: the switch",
-        PASS,
-        "asks = OFFERED and options.inner",
-        "asks = options.inner",
-        (f"{TESTS}::test_it_is_not_offered_without_its_switch",),
     ),
 )

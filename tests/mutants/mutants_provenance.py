@@ -71,7 +71,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "passes: no kernel where no product comes of the graph", "passes/provenance.py",
-        "if gemms else None", "if True else None",
+        "if has_gemms(gm) else None", "if True else None",
         (f"{AHEAD}::test_no_kernel_is_compiled_for_a_graph_without_a_product[convolution]",),
     ),
 )  # fmt: skip

@@ -37,7 +37,9 @@ import mutants_bmm
 import mutants_by_hand
 import mutants_cache
 import mutants_conv1d
+import mutants_depthwise
 import mutants_extreme
+import mutants_grouped
 import mutants_halves
 import mutants_heads
 import mutants_install
@@ -221,8 +223,9 @@ def all_mutants() -> list[Mutant]:
     batches = (
         mutants_matching, mutants_aoti, mutants_aten, mutants_attention, mutants_attention_bias,
         mutants_attention_split, mutants_bmm, mutants_by_hand, mutants_cache, mutants_conv1d,
-        mutants_extreme, mutants_halves, mutants_heads, mutants_install, mutants_masks,
-        mutants_provenance, mutants_rest, mutants_tp, mutants_values, mutants_verify, mutants_views,
+        mutants_depthwise, mutants_extreme, mutants_grouped, mutants_halves, mutants_heads,
+        mutants_install, mutants_masks, mutants_provenance, mutants_rest, mutants_tp,
+        mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]

@@ -189,7 +189,7 @@ def test_who_makes_the_product(
 
 @pytest.mark.parametrize("precision, option, product", [
     ("ieee", "follow", SPLIT), ("tf32", "follow", LIBRARY), ("tf32", "split", SPLIT),
-    ("ieee", "tf32", LIBRARY), ("ieee", "ieee", LIBRARY), ("tf32", "tf32-library", LIBRARY),
+    ("ieee", "tf32", LIBRARY), ("ieee", "ieee", LIBRARY),
 ])  # fmt: skip
 def test_option_fp32(match_of: Any, on_gpu: Any, precision: str, option: str, product: Any) -> None:
     match = match_of(_swish, torch.randn(*A), torch.randn(*B))

@@ -220,8 +220,6 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     ops = torch.ops.fx_fuser
     calls += [(ops.split_product.default, (*front[:2], "a kernel"))]
     calls += [(ops.exact_product.default, (*front[:2], "a kernel")), (ops.fold.default, of_fold)]
-    calls += [(ops.plane.default, (front[0], None, [1, 0], "a kernel"))]
-    calls += [(ops.planes_product.default, (*front[:2] * 3, "a kernel"))]
     for op, args in calls:
         with pytest.raises(RuntimeError, match=r"is not a CUDA tensor|is not loaded"):
             op.redispatch(cuda, *args)

@@ -205,11 +205,12 @@ NAMED = {
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
     "ops.conv1d.__init__": {"conv1d"},  # of Inductor's graphs, no site
+    "ops.depthwise.__init__": {"depthwise"},
+    "ops.grouped.__init__": {"grouped"},
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
     "ops.head_wide.__init__": {"exact", "split"},  # its products
     "ops.library": {"attention", "folded", "unaligned"},
-    "ops.plain": {"planes"},  # how much memory a plane takes
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},
     "ops.attention_bias.window": {"attention"},
@@ -227,12 +228,12 @@ NAMED = {
     "passes.by_hand.rewrite": {"attention"},
     "passes.by_hand.gathers": {"attention"},
     "passes.by_hand.windows": {"attention"},
-    "passes.conv1d.__init__": {"conv1d"},
     "passes.conv1d.site": {"conv1d"},
+    "passes.depthwise.site": {"depthwise"},
+    "passes.grouped.site": {"grouped"},
     "passes.head_loss.__init__": {"head_loss"},
     "passes.head_loss.wide": {"exact", "split"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
-    "passes.planes.__init__": {"planes"},
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},
     "passes.unaligned": {"unaligned"},

@@ -245,14 +245,11 @@ def test_random_sizes(seed: int) -> None:
     assert is_taken(check(choose.choice(FORMS[:4]), given))
 
 
-def test_kernels_wait_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One constant holds them back on a GPU."""
+def test_few_scores_stay() -> None:
+    """On a GPU, where launches take as long."""
     like = [torch.empty(8, 2, 49, 32, dtype=torch.bfloat16) for _ in range(3)]
     one = clock.Windows.of(like, torch.empty(1, 2, 49, 49), like[0].dtype, 1.0, False, True)
     one.check(on_cpu=True, strict=True)
-    with pytest.raises(Exception, match="have not run on a GPU yet"):
-        one.check(on_cpu=False, strict=True)
-    monkeypatch.setattr(clock, "WINDOWS_HAVE_RUN", True)
     with pytest.raises(Exception, match="it is small"):
         one.check(on_cpu=False, strict=True)
 

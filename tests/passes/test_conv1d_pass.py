@@ -20,9 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fx_fuser
 from fx_fuser.native import load
 from fx_fuser.ops import run
-from fx_fuser.passes import conv1d
+from fx_fuser.passes import convolution
 from fx_fuser.passes.conv1d import COUNTERS, Conv1d
-from fx_fuser.passes.conv1d.site import CONVOLUTION, CONVOLUTION_BACKWARD, Site
+from fx_fuser.passes.conv1d.site import Conv1dSite
+from fx_fuser.passes.convolution.site import CONVOLUTION, CONVOLUTION_BACKWARD
 from fx_fuser.planning import contest
 from fx_fuser.planning.timing import Timing
 
@@ -32,9 +33,8 @@ CHANNELS, GROUPS, TAPS = 32, 2, 19
 
 
 @pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Where Inductor's cache has a graph, from an earlier run, no pass runs."""
-    monkeypatch.setattr(conv1d, "OFFERED", True)
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
@@ -149,7 +149,7 @@ def test_a_gradient_that_is_one_number_everywhere() -> None:
 def left(reason: str, *given: Tensor, device: str = "cpu", **named: Any) -> None:
     gm = forward_graph(*given, **named)
     (node,) = (n for n in gm.graph.nodes if n.target is CONVOLUTION)
-    fault = Site.of(node, device)
+    fault = Conv1dSite.of(node, device)
     assert isinstance(fault, str) and reason in fault, fault
     if device == "cpu":
         assert CONVOLUTION in targets(replaced(gm))
@@ -187,7 +187,7 @@ def test_transposed_convolutions_are_left() -> None:
 def test_the_clock_decides(ours: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the GPU's time of the library's, and of ours with all copies; values are compared."""
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
-    monkeypatch.setattr(conv1d, "loaded", lambda specs, *rest: {*specs})
+    monkeypatch.setattr(convolution, "loaded", lambda specs, *rest: {*specs})
     made: list[list[Any]] = []
 
     def times(key: Any, make: Callable[[], Any], device: Any) -> list[Timing]:
@@ -195,8 +195,8 @@ def test_the_clock_decides(ours: float, is_taken: bool, monkeypatch: pytest.Monk
         return [Timing(2.0), Timing(ours)]
 
     monkeypatch.setattr(contest, "times", times)
-    real = Site.of
-    monkeypatch.setattr(Site, "of", lambda node, device: real(node, "cpu"))
+    real = Conv1dSite.of
+    monkeypatch.setattr(Conv1dSite, "of", lambda node, device: real(node, "cpu"))
     for gm in (
         forward_graph(x_of(), weight_of()),
         backward_graph(x_of(), x_of(), weight_of(), asked=(True, True, True)),
@@ -212,9 +212,9 @@ def test_the_clock_decides(ours: float, is_taken: bool, monkeypatch: pytest.Monk
 
 def test_a_kernel_that_does_not_build_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
-    monkeypatch.setattr(conv1d, "loaded", lambda *rest: set())
-    real = Site.of
-    monkeypatch.setattr(Site, "of", lambda node, device: real(node, "cpu"))
+    monkeypatch.setattr(convolution, "loaded", lambda *rest: set())
+    real = Conv1dSite.of
+    monkeypatch.setattr(Conv1dSite, "of", lambda node, device: real(node, "cpu"))
     gm = replaced(forward_graph(x_of(), weight_of()), on_cpu=False)
     assert CONVOLUTION in targets(gm)
 
@@ -330,20 +330,11 @@ def test_inside_plain_torch_compile() -> None:
     assert counters[COUNTERS] == {"convolution": 1}
 
 
-def test_it_is_not_offered_without_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv1d, "OFFERED", False)
-    model = Positional().to(BF16).eval()
-    f = torch.compile(model, backend="fx_fuser", options=OPTIONS)
-    with torch.no_grad():
-        f(torch.randn(2, 40, CHANNELS, dtype=BF16))
-    assert not counters[COUNTERS]
-
-
 def test_a_failure_leaves_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(Site, "replace", fails)
+    monkeypatch.setattr(Conv1dSite, "replace", fails)
     gm = forward_graph(x_of(), weight_of())
     with pytest.warns(UserWarning, match="leaves a convolution.*planted"):
         Conv1d(on_cpu=True)(gm.graph)

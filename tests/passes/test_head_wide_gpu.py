@@ -18,7 +18,6 @@ from fx_fuser.kernels.head_loss import spec_of
 from fx_fuser.kernels.split import MIXED_GEMMS
 from fx_fuser.native import load
 from fx_fuser.ops import head_wide as op
-from fx_fuser.passes.head_loss import wide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,11 +28,6 @@ pytestmark = [
 ]
 ON_GPU: dict[str, Any] = {"cpu_ops": False, "inner": "inductor"}
 K, V = 256, 50257  # the last block of columns is padded
-
-
-@pytest.fixture(autouse=True)
-def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide, "HAS_RUN", True)
 
 
 @pytest.fixture

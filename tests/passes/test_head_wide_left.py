@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fx_fuser
 from fx_fuser.native import load
-from fx_fuser.passes.head_loss import wide as module
 from fx_fuser.passes.head_loss.parts import Stays
 from fx_fuser.passes.head_loss.wide import Wide, kernels_of
 
@@ -142,9 +141,6 @@ def test_other_gpus_than_hopper(by_library: bool, monkeypatch: pytest.MonkeyPatc
     node = torch.fx.Graph().placeholder("x")
     node.meta["example_value"] = x
     wide = Wide(BF16, node, node, (node, node), by_library)
-    with pytest.raises(Stays, match="not been run on a GPU"):
-        kernels_of(wide)
-    monkeypatch.setattr(module, "HAS_RUN", True)
     monkeypatch.setattr(load, "available", lambda _: None)
     monkeypatch.setattr(load, "runs_on", lambda spec, _: spec.family.arch is None)
     if by_library:

@@ -11,16 +11,11 @@ On CUDA kernels_cu/host/conv1d.h runs the kernels. What these do not take runs b
 
 from __future__ import annotations
 
-import functools
-import warnings
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.kernels import conv1d
-from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 
 FORWARD, OF_WEIGHT = "conv1d", "conv1d_weight"
@@ -59,25 +54,4 @@ def _of_weight(x: Tensor, dz: Tensor, kernel: str, groups: int, padding: int) ->
 run.define(FORWARD, _forward, _forward_like)
 run.define(OF_WEIGHT, _of_weight, _of_weight_like)
 
-# What a function calls whose kernel nobody has loaded: see `fx_fuser.ops.attention_split`.
-_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-_LIBRARY.define("load_conv1d(Tensor x, str kernel) -> ()")
-
-
-@functools.cache
-def _specs() -> dict[str, KernelSpec]:
-    return {spec.name: spec for spec in conv1d.offered()}
-
-
-def _load(x: Tensor, kernel: str) -> None:
-    try:
-        load.prepare([_specs()[kernel]], x.device)
-    except Exception as error:
-        warnings.warn(
-            f"fx_fuser leaves a convolution to the library: {type(error).__name__}: {error}; "
-            "please report it",
-            stacklevel=2,
-        )
-
-
-_LIBRARY.impl("load_conv1d", _load, "CompositeExplicitAutograd")
+run.define_loader("load_conv1d", "a convolution", lambda: conv1d.offered())

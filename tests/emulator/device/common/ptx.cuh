@@ -82,7 +82,7 @@ void pin(T (&)[kCount]) {}
 
 template <class T>
 void copy_async(uint32_t to, const T* from, bool reads, Where where = Where::here()) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
   emulator::copy_async(to, from, sizeof(T), reads ? sizeof(T) : 0, where);
 }
 inline void copy_async_16(uint32_t to, const void* from, Where where = Where::here()) {

@@ -1,0 +1,86 @@
+"""Mutants of what offers grouped convolutions and puts them into Inductor's graphs."""
+
+from __future__ import annotations
+
+KERNEL, SITE, PASS = (
+    "kernels/grouped/__init__.py",
+    "passes/grouped/site.py",
+    "passes/grouped/__init__.py",
+)
+OFFERS = "tests/kernels/test_grouped.py"
+TESTS = "tests/passes/test_grouped_pass.py"
+REFUSALS = f"{TESTS}::test_refusals"
+
+# name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
+MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    (
+        "grouped: no site before it ran on a GPU",
+        "kernels/__init__.py",
+        "    if not kernel.is_offered:\n        return False\n",
+        "",
+        (f"{OFFERS}::test_a_site_gets_it_only_if_it_is_offered",),
+    ),
+    (
+        "grouped: depthwise convolutions have their own kernel",
+        KERNEL,
+        "        if weight.shape[1] == 1:  # depthwise\n            return False\n",
+        "",
+        (f"{OFFERS}::test_not_taken[f-given1]",),
+    ),
+    (
+        "grouped: contiguous images are not taken",
+        KERNEL,
+        " or not case.is_channels_last:\n            return False\n        if weight",
+        ":\n            return False\n        if weight",
+        (f"{OFFERS}::test_not_taken[f-given5]",),
+    ),
+    (
+        "grouped: products side by side waste little",
+        KERNEL,
+        "return min((3, 4), key=lambda n: (-(-tiles // n) * n, -n))",
+        "return 4",
+        (f"{OFFERS}::test_units[24-24-1-3]", f"{OFFERS}::test_units[48-48-1-3]"),
+    ),
+    (
+        "grouped: the pass leaves units of too many channels",
+        KERNEL,
+        " and most <= _MOST_OF_UNIT",
+        "",
+        (REFUSALS,),
+    ),
+    (
+        "grouped: padding within the window",
+        SITE,
+        "p < 0 or p > d * (k - 1)",
+        "p < 0",
+        (REFUSALS,),
+    ),
+    (
+        "grouped: no gradient where a stride leaves pixels without taps",
+        SITE,
+        "makes_dx and any(s > 1 and",
+        "makes_dx and any(s > 9 and",
+        (f"{TESTS}::test_a_stride_beyond_the_window_has_no_gradient_here",),
+    ),
+    (
+        "grouped: the gradient of a weight has torch's strides",
+        SITE,
+        'in_last = is_last(self.items[DW].meta["val"])',
+        "in_last = False",
+        (f"{TESTS}::test_a_gradient_of_a_weight_in_channels_last",),
+    ),
+    (
+        "grouped: results in channels_last",
+        SITE,
+        "        elif not is_last(value):\n",
+        "        elif False:\n",
+        (REFUSALS,),
+    ),
+    (
+        "grouped: the switch of the pass",
+        PASS,
+        "    if not OFFERED:\n        return False\n",
+        "",
+        (f"{TESTS}::test_it_is_not_offered_without_its_switch",),
+    ),
+)
