@@ -37,6 +37,7 @@ from fx_fuser.passes import (
     head_loss,
     masks,
     padding,
+    pixels,
     provenance,
 )
 from fx_fuser.passes.by_hand import gathers
@@ -129,6 +130,7 @@ def fuse_and_compile(
     passes = conv1d.settings({**coming.load(), **padded}, gm, options, inputs)
     passes = depthwise.settings(passes, gm, options, inputs)
     passes = grouped.settings(passes, gm, options, inputs)
+    passes = pixels.settings(passes, gm, options, inputs)
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)

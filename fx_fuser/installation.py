@@ -43,7 +43,7 @@ from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries
 from fx_fuser.options import FIRST_PASS, Options, is_off
 from fx_fuser.outcome import Outcome
-from fx_fuser.passes import conv1d, depthwise, folding, grouped, padding, provenance
+from fx_fuser.passes import conv1d, depthwise, folding, grouped, padding, pixels, provenance
 from fx_fuser.planning import plan
 from fx_fuser.registry import registered_patterns
 
@@ -234,6 +234,7 @@ def _compile_then_fuse(
     passes = conv1d.settings({**passes, **padding.settings(gm, options)}, gm, options, inputs)
     passes = depthwise.settings(passes, gm, options, inputs)
     passes = grouped.settings(passes, gm, options, inputs)
+    passes = pixels.settings(passes, gm, options, inputs)
     fusion = Fusion(gm, inputs, options)
     if provenance.has_convolutions(gm):  # which may be folded
         passes = folding.settings(passes, options, fusion.is_converted)

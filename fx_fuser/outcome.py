@@ -28,6 +28,7 @@ from fx_fuser.passes import (
     grouped,
     head_loss,
     padding,
+    pixels,
     products,
 )
 from fx_fuser.passes.by_hand import rewrite as by_hand
@@ -194,7 +195,7 @@ def replaced() -> Counter[str]:
     names = {
         "gemm": (products.COUNTERS, padding.COUNTERS),
         "attention": (attention_split.COUNTERS,),
-        "convolution": (conv1d.COUNTERS, depthwise.COUNTERS, grouped.COUNTERS),
+        "convolution": (*(conv1d.COUNTERS, depthwise.COUNTERS, grouped.COUNTERS, pixels.COUNTERS),),
     }
     return Counter({kind: sum(sum(counters[n].values()) for n in of) for kind, of in names.items()})
 

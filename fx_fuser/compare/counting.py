@@ -18,6 +18,7 @@ from fx_fuser.passes import (
     grouped,
     head_loss,
     padding,
+    pixels,
     products,
 )
 from fx_fuser.passes.by_hand import rewrite as by_hand
@@ -25,7 +26,7 @@ from fx_fuser.passes.by_hand import rewrite as by_hand
 # The keys of `Sites` that count changes.
 CHANGED = (
     *("fused", "masks", "by_hand", "products", "attention", "padded", "convolutions"),
-    *("depthwise", "grouped", "contractions", "heads"),
+    *("depthwise", "grouped", "statistics", "contractions", "heads"),
 )
 _MOST_OF_WARNING = 400  # characters
 
@@ -43,6 +44,7 @@ class Sites(TypedDict, total=False):
     convolutions: dict[str, int]  # along one dimension, of 16 bits, replaced there
     depthwise: dict[str, int]  # depthwise convolutions of 16 bits, replaced there
     grouped: dict[str, int]  # convolutions of 16 bits in groups, replaced there
+    statistics: dict[str, int]  # 1 x 1 convolutions there that compute those of their result
     contractions: dict[str, int]  # sums of products that are gemms now
     heads: dict[str, int]  # Linears that are one op with their loss
     warnings: list[str]  # that name fx_fuser
@@ -62,6 +64,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "convolutions": conv1d.COUNTERS,
         "depthwise": depthwise.COUNTERS,
         "grouped": grouped.COUNTERS,
+        "statistics": pixels.COUNTERS,
         "contractions": contractions.COUNTER,
         "heads": head_loss.COUNTER,
     }

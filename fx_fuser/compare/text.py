@@ -27,6 +27,7 @@ _SITES = {  # of `counting.Sites`
     "convolutions": "16-bit convolutions along one dimension replaced there",
     "depthwise": "16-bit depthwise convolutions replaced there",
     "grouped": "16-bit convolutions in groups replaced there",
+    "statistics": "1 x 1 convolutions there that compute their BatchNorm's statistics",
     "masks": "attention masks removed",
     "by_hand": "attentions written by hand that became torch's fused one",
     "contractions": "sums of products computed as gemms",

@@ -18,7 +18,7 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import attention, conv1d, head_loss
+from fx_fuser.kernels import attention, conv1d, head_loss, pixels
 from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.kernels.attention import gathered
 from fx_fuser.kernels.attention import window as attention_window
@@ -106,7 +106,7 @@ def examples(arch: str) -> list[KernelSpec]:
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
     attentions += [*attention_window.offered(), *gathered.offered()]
-    others = [*head_loss.examples(), *conv1d.examples(arch)]
+    others = [*head_loss.examples(), *conv1d.examples(arch), *pixels.examples(arch)]
     return [*of_sites, *attentions, *others, *depthwise_training.examples()]
 
 

@@ -135,6 +135,18 @@ __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+// ---- stores of matrices (9.7.14.5.16) -----------------------------------------------------------
+
+// Four 8 x 8 matrices of 16-bit elements, each transposed: a lane has row lane / 4, columns
+// 2 (lane % 4) and the next, of each. Lanes 8i...8i + 7 give the addresses where matrix i's columns
+// go, 16 bytes each.
+__device__ __forceinline__ void store_transposed(uint32_t column, const uint32_t (&word)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column),
+      "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+      : "memory");
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 // The larger of each of two unsigned 16-bit numbers.

@@ -9,6 +9,7 @@
 #include "attention/attention_bias_args.h"
 #include "attention/attention_window_args.h"
 #include "attention/gather_rows_args.h"
+#include "conv/pixels_args.h"
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
@@ -51,6 +52,11 @@ std::vector<std::string> contract() {
   for (const WindowShape& shape : kWindowShapes) {
     windows += " " + std::to_string(shape.d) + ":" + std::to_string(kWindowRows);
   }
+  std::string pixels = "pixels";
+  for (int i = 0; i < kPixelsShapeCount; ++i) {
+    const PixelsShape& shape = kPixelsShapes[i];
+    pixels += " " + std::to_string(shape.pixels) + "x" + std::to_string(shape.tile_channels());
+  }
   return {"limit tensors " + std::to_string(kMaxInputs),
           "limit numbers " + std::to_string(kMaxScalars),
           "limit shared " + std::to_string(kStemShared),
@@ -62,7 +68,8 @@ std::vector<std::string> contract() {
           backward,
           biases,
           windows,
-          "gathers " + std::to_string(kGatherPlaces) + ":" + std::to_string(kGatherColumns)};
+          "gathers " + std::to_string(kGatherPlaces) + ":" + std::to_string(kGatherColumns),
+          pixels};
 }
 
 }  // namespace

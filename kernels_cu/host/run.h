@@ -30,6 +30,7 @@
 #include "host/grouped_gradients.h"
 #include "host/linear.h"
 #include "host/made.h"
+#include "host/pixels.h"
 
 namespace fx_fuser {
 namespace {
@@ -288,6 +289,7 @@ Program program_of(const std::string& program) {
   if (name == "conv2d_batchnorm") return program_of(make_conv2d_batchnorm, text);
   if (name == "conv2d_backward") return program_of(conv2d_backward, text);
   if (name == "conv2d_batchnorm_backward") return program_of(conv2d_batchnorm_backward, text);
+  if (name == "conv2d_moments") return program_of(make_pixels, text);
   if (name == "conv2d_folded") return program_of(conv2d_folded, text);
   if (name == "depthwise") return program_of(make_depthwise, text);
   if (name == "depthwise_input") return program_of(make_depthwise_input, text);

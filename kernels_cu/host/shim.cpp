@@ -30,6 +30,7 @@
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"
+#include "host/pixels.h"
 #include "host/pointwise.h"
 #include "host/run.h"
 #include "host/stem.h"

@@ -183,6 +183,7 @@ struct Block {
   Barrier all;
   Barrier some[kNamedBarriers];
   std::map<int, std::vector<WarpgroupInstruction>> warpgroups;
+  std::map<int, int> registers;  // of a warpgroup's threads, by setmaxnreg
 };
 
 inline bool same(Where a, Where b) { return a.line == b.line && std::strcmp(a.file, b.file) == 0; }

@@ -333,6 +333,7 @@ void begin_cluster(unsigned first_block) {
     block.all = {};
     for (Barrier& barrier : block.some) barrier = {};
     block.warpgroups.clear();
+    block.registers.clear();
     block.arena.begin(launch.shared_bytes);
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& fiber = *machine.fibers[rank * threads + t];

@@ -112,7 +112,7 @@ void fence_products(Where where);
 void commit_products(Where where);
 void wait_for_products(int pending_groups, Where where);
 
-// setmaxnreg, which has no effect.
+// setmaxnreg, which has no effect but must be granted.
 void change_registers(int registers, Where where);
 
 void sync_block(Where where);

@@ -329,6 +329,22 @@ void wait_for_products(int pending_groups, Where where) {
 
 void change_registers(int registers, Where where) {
   come_to("setmaxnreg", static_cast<uint64_t>(registers), meet_for_warp, where);
+  // A block has what it is launched with, at most an equal share of 64 K for each thread.
+  constexpr int kAll = 64 * 1024;
+  const int threads = static_cast<int>(machine.launch.threads.x);
+  const int groups = threads / (kWarps * kLanes);
+  Fiber& me = *machine.current;
+  auto& asked = me.block->registers;
+  asked[me.warp->number / kWarps] = registers;
+  if (static_cast<int>(asked.size()) < groups) return;
+  int sum = 0;
+  for (const auto& [group, wanted] : asked) sum += wanted;
+  const int held = kAll / threads / 8 * 8 * groups;
+  if (sum > held) {
+    fail("setmaxnreg waits forever: warpgroups ask for " + std::to_string(sum) +
+             " registers, and the block is launched with " + std::to_string(held),
+         where);
+  }
 }
 
 // ---- at the end ---------------------------------------------------------------------------------

@@ -249,6 +249,22 @@ FX_FUSER_FAULT(has_no_commit, kHasNoCommit)
 FX_FUSER_FAULT(has_no_wait, kHasNoWait)
 FX_FUSER_FAULT(waits_for_fewer, kWaitsForFewer)
 FX_FUSER_FAULT(keeps_registers, kKeepsRegisters)
+
+// Of 384 threads, which have 168 registers each, 504 in all warpgroups.
+template <int kOfOne, int kOfOthers>
+__device__ void exchange_registers() {
+  if (threadIdx.x < 128) {
+    ptx::give_registers<kOfOne>();
+  } else {
+    ptx::take_registers<kOfOthers>();
+  }
+}
+extern "C" __global__ void exchanges_registers(const __grid_constant__ Args args) {
+  exchange_registers<72, 216>();
+}
+extern "C" __global__ void asks_for_too_many_registers(const __grid_constant__ Args args) {
+  exchange_registers<80, 216>();
+}
 """
 )
 every_schedule = pytest.mark.parametrize("settings", SCHEDULES, ids=str)
@@ -351,3 +367,11 @@ def test_a_fault_is_reported(name: str, says: str, settings: Settings) -> None:
     with pytest.raises(RuntimeError, match=says):
         run_fault(name, settings)
     assert (run_fault("has_none", settings) == 16).all()  # a fault leaves the next launch unharmed
+
+
+@every_schedule
+def test_more_registers_than_the_block_has(settings: Settings) -> None:
+    """On a GPU the warpgroup that asks last waits forever."""
+    run("exchanges_registers", settings, torch.empty(1), 384)
+    with pytest.raises(RuntimeError, match="waits forever: warpgroups ask for 512 registers"):
+        run("asks_for_too_many_registers", settings, torch.empty(1), 384)

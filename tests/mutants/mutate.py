@@ -45,6 +45,7 @@ import mutants_heads
 import mutants_install
 import mutants_masks
 import mutants_matching
+import mutants_pixels
 import mutants_provenance
 import mutants_rest
 import mutants_tp
@@ -224,8 +225,8 @@ def all_mutants() -> list[Mutant]:
         mutants_matching, mutants_aoti, mutants_aten, mutants_attention, mutants_attention_bias,
         mutants_attention_split, mutants_bmm, mutants_by_hand, mutants_cache, mutants_conv1d,
         mutants_depthwise, mutants_extreme, mutants_grouped, mutants_halves, mutants_heads,
-        mutants_install, mutants_masks, mutants_provenance, mutants_rest, mutants_tp,
-        mutants_values, mutants_verify, mutants_views,
+        mutants_install, mutants_masks, mutants_pixels, mutants_provenance, mutants_rest,
+        mutants_tp, mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]

@@ -210,7 +210,8 @@ NAMED = {
     "ops.head_kept": {"head_loss"},  # a loss is no site
     "ops.head_loss": {"head_loss"},
     "ops.head_wide.__init__": {"exact", "split"},  # its products
-    "ops.library": {"attention", "folded", "unaligned"},
+    "ops.library": {"attention", "folded", "pixels", "unaligned"},
+    "ops.pixels.__init__": {"pixels"},  # of Inductor's graphs, no site
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},
     "ops.attention_bias.window": {"attention"},
@@ -231,6 +232,7 @@ NAMED = {
     "passes.conv1d.site": {"conv1d"},
     "passes.depthwise.site": {"depthwise"},
     "passes.grouped.site": {"grouped"},
+    "passes.pixels.site": {"pixels"},
     "passes.head_loss.__init__": {"head_loss"},
     "passes.head_loss.wide": {"exact", "split"},
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites

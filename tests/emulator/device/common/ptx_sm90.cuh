@@ -75,6 +75,20 @@ void bulk_wait_read() {
   emulator::wait_for_stores(kPending);
 }
 
+// ---- stores of matrices -------------------------------------------------------------------------
+
+inline void store_transposed(uint32_t column, const uint32_t (&word)[4],
+                             Where where = Where::here()) {
+  auto* to = static_cast<uint16_t*>(emulator::at_address(column, 16, where));
+  const int lane = emulator::lane();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    for (int row = 0; row < 8; ++row) {
+      const uint32_t pair = __shfl_sync(0xFFFFFFFF, word[matrix], row * 4 + lane % 8 / 2, where);
+      if (matrix == lane / 8) to[row] = static_cast<uint16_t>(pair >> (lane % 2 * 16));
+    }
+  }
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 inline uint32_t larger_words(uint32_t a, uint32_t b) {
