@@ -113,7 +113,7 @@ def timed(size: Size, batch: int, dtype: torch.dtype) -> dict[str, Any]:
     }
     bias = learned if mask is None else learned + mask[:, None]
     for trains, name in ((False, "library"), (True, "library, both")):
-        race = clock.Windows.of(leaves[:3], bias, dtype, 1.0, trains)
+        race = clock.Windows.of(leaves[:3], bias, dtype, 1.0, False, trains)
         steps[name] = race.candidates()[0].run
     for step in steps.values():
         step()

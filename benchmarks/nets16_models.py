@@ -124,6 +124,7 @@ _DEBERTA |= {"pos_att_type": ["p2c", "c2p"]}
 _WAV2VEC2: Sizes = {"num_hidden_layers": 4, "mask_time_prob": 0.0, "layerdrop": 0.0}
 _CLIP: Sizes = {"num_hidden_layers": 4, "hidden_size": 768, "intermediate_size": 3072}
 _CLIP |= {"num_attention_heads": 12, "patch_size": 16}
+_SWIN: Sizes = {"num_labels": 1000}  # else as Swin-T
 _QWEN2_MOE: Sizes = {"hidden_size": 1024, "intermediate_size": 2816, "moe_intermediate_size": 704}
 _QWEN2_MOE |= {"shared_expert_intermediate_size": 2816, "num_hidden_layers": 2}
 _QWEN2_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 16}
@@ -158,6 +159,8 @@ def _of_transformers() -> list[Net16]:
     tiny_waves: Sizes = {"conv_dim": (32,) * 3, "conv_kernel": (10, 3, 3), "conv_stride": (5, 2, 2)}
     tiny_waves |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
     tiny_image = {"image_size": 32, "patch_size": 16}
+    tiny_swin: Sizes = {"image_size": 56, "embed_dim": 16, "depths": [2], "num_heads": [2]}
+    tiny_swin |= {"num_labels": 10}
     return [
         net(
             "hf_vit_b", partial(big_nets.vit, num_hidden_layers=6), 64, (3, 224, 224), 1000,
@@ -187,6 +190,10 @@ def _of_transformers() -> list[Net16]:
         ),
         base("clip_vit", "CLIPVisionModel", _CLIP, {**_SMALL, **tiny_image}, 64, (3, 224, 224),
              **_IMAGES),
+        net(
+            "hf_swin_t", partial(_transformer, "SwinForImageClassification", _SWIN, tiny_swin), 64,
+            (3, 224, 224), 1000, **{**_IMAGES, "small_shape": (3, 56, 56)},
+        ),
         base("dinov2", "Dinov2Model", {"num_hidden_layers": 6}, {**_SMALL, **tiny_image}, 64,
              (3, 224, 224), **_IMAGES),
         net(

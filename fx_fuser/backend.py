@@ -40,6 +40,7 @@ from fx_fuser.passes import (
     pixels,
     provenance,
 )
+from fx_fuser.passes.by_hand import gathers
 from fx_fuser.passes.by_hand import rewrite as by_hand
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
@@ -230,6 +231,7 @@ def _search(
         if rewritten and not hidden:
             of_graph = by_hand.rewrite(graph, reader.scope(module, graph), options, rewritten)
             attentions, attended = of_graph.by_hand, [*attended, *of_graph.of_torch]
+            attended += gathers.rewrite(graph, options, rewritten)
         else:
             attentions = attentions_by_hand(graph, options.strict) if active and is_told else []
         sums = contractions.contract(graph, options) if options.contracts and not hidden else []

@@ -20,6 +20,7 @@ from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
 from fx_fuser.kernels import attention, conv1d, head_loss, pixels
 from fx_fuser.kernels.attention import bias as attention_bias
+from fx_fuser.kernels.attention import gathered
 from fx_fuser.kernels.attention import window as attention_window
 from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
@@ -104,7 +105,7 @@ def examples(arch: str) -> list[KernelSpec]:
     """What CI compiles for an architecture; each kernel's representative comes first."""
     of_sites = [spec for kernel in _ALL for spec in kernel.examples(arch)]
     attentions = [*attention.examples(arch), *attention_bias.examples(arch)]
-    attentions += attention_window.offered()
+    attentions += [*attention_window.offered(), *gathered.offered()]
     others = [*head_loss.examples(), *conv1d.examples(arch), *pixels.examples(arch)]
     return [*of_sites, *attentions, *others, *depthwise_training.examples()]
 

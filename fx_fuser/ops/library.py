@@ -38,6 +38,7 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative, wanted_leaves
 from fx_fuser.kernels import KERNELS, attention, pixels
 from fx_fuser.kernels.attention import bias as attention_bias
+from fx_fuser.kernels.attention import gathered
 from fx_fuser.kernels.attention import window as attention_window
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.kernels.unaligned import COMB_TILES, TILES, comb_takes
@@ -451,6 +452,7 @@ def contract() -> list[str]:
         f"backward {_shapes_text(attention.BACKWARD_SHAPES)}",
         f"biases {_shapes_text(attention_bias.SHAPES)}",
         f"windows {' '.join(f'{d}:{attention_window.ROWS}' for d in attention_window.SHAPES)}",
+        f"gathers {gathered.PLACES}:{gathered.COLUMNS}",
         f"pixels {' '.join(pixels.SHAPES)}",
     ]
 

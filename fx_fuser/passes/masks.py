@@ -59,7 +59,7 @@ _MODULES |= {predispatch.__name__}
 _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
-FORM, FORMULA = "form", "formula"
+FORM, FORMULA, GATHER = "form", "formula", "gather"
 _LARGEST = 1 << 29  # elements of a tensor that is evaluated
 # Arguments of an attention.
 _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
@@ -70,8 +70,9 @@ class Mask:
     """What became of an attention or of its mask.
 
     done: "causal" or "open": the mask was removed. FORM: the attention was rewritten; reason is
-    what was in the way. FORMULA: torch computes it by its formula, and reason says why. "": the
-    mask stays, and reason says why.
+    what was in the way. FORMULA: torch computes it by its formula, and reason says why. GATHER: no
+    attention but the gather of what is added to its scores is one of fx_fuser's, and reason says
+    what it gains. "": the mask stays, and reason says why.
     """
 
     node: Node

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fx_fuser.passes.masks import FORM, FORMULA
+from fx_fuser.passes.masks import FORM, FORMULA, GATHER
 from fx_fuser.report.header import Header
 from fx_fuser.report.traffic import Saved, text_of
 
@@ -236,6 +236,7 @@ class Contents:
             FORM: "The attention at {} is rewritten for a fused kernel: {}",
             FORMULA: "The attention at {} runs as matmul and softmax, as no fused kernel takes it: "
             "{}",
+            GATHER: "The gather at {} is one of fx_fuser's: {}",
         }
         return "\n".join(
             said[mask.done].format(f"{mask.where}{f' ×{n}' if n > 1 else ''}", mask.reason)

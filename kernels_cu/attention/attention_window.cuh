@@ -2,10 +2,10 @@
 // mma.sync, for sm_80 and later.
 //
 // So many keys fit in the registers of one warp with its 16 queries, so that softmax is done once,
-// by the formula: a row that sees nothing is NaN, as in torch's. The bias, fp32, lies in shared
-// memory as accumulators do, with -inf for keys that are none. A block has one head and one bias,
-// and goes through batches that share it, the next of which is on its way meanwhile. NOTES.md has
-// the arithmetic.
+// by the formula: a row that sees nothing is NaN, or 0 as in torch's fused attention. The bias,
+// fp32, lies in shared memory as accumulators do, with -inf for keys that are none. A block has one
+// head and one bias, and goes through batches that share it, the next of which is on its way
+// meanwhile. NOTES.md has the arithmetic.
 //
 //   FX_FUSER_ATTENTION_WINDOW(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                             /*Out*/ __nv_bfloat16, /*q, k, v*/ __nv_bfloat16)
@@ -192,18 +192,19 @@ __device__ __forceinline__ float largest_of_row(float value) {
   return fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, 2));
 }
 
-// score = exp(scale · score + bias - the row's largest); sum: of the row.
-__device__ __forceinline__ void soften(Sums<kWindowRows>& score, float scale, const OwnBias& bias,
-                                       float (&sum)[2]) {
+// score = exp(scale · score + bias - the row's largest); sum: of the row. With a finite `least`, a
+// row that sees nothing has zeros, and 1 as its sum.
+__device__ __forceinline__ void soften(Sums<kWindowRows>& score, const WindowArgs& args,
+                                       const OwnBias& bias, float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float high = -__uint_as_float(0x7F800000);
+    float high = args.least;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       float* two = &score[block][2 * r];
       const float2 of = bias.of(block, r);
-      two[0] = fmaf(two[0], scale, of.x);
-      two[1] = fmaf(two[1], scale, of.y);
+      two[0] = fmaf(two[0], args.scale, of.x);
+      two[1] = fmaf(two[1], args.scale, of.y);
       high = fmaxf(high, fmaxf(two[0], two[1]));
     }
     high = largest_of_row(high);
@@ -216,7 +217,8 @@ __device__ __forceinline__ void soften(Sums<kWindowRows>& score, float scale, co
       two[1] = ptx::exp2((two[1] - high) * kLog2OfE);
       total += two[0] + two[1];
     }
-    sum[r] = sum_of_row(total);
+    total = sum_of_row(total);
+    sum[r] = total == 0 ? 1 : total;
   }
 }
 
@@ -314,7 +316,7 @@ __device__ __forceinline__ void run_forward(const WindowArgs& args) {
         Sums<kD> result;
         float sum[2];
         multiply_rows<T, kD>(score, q, q + kTile, at);
-        soften(score, args.scale, bias, sum);
+        soften(score, args, bias, sum);
         multiply_scores<T, kD>(result, score, q + 2 * kTile, at);
         const float factor[2] = {1 / sum[0], 1 / sum[1]};
         store_rows<T, kD>(args.out, batch, part.head, args.queries, args.d, result, factor, q, at);

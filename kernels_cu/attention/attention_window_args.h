@@ -43,6 +43,7 @@ struct WindowArgs {
   int64_t bias_stride[4];
   float* d_bias;  // [chunk, period, head, query, key]; or null
   float scale;    // of the logits
+  float least;    // a row's largest is at least this: -inf, or finite if rows may be hidden
   int32_t d;
   int32_t queries;
   int32_t keys;

@@ -18,9 +18,9 @@ namespace fx_fuser::attention_window {
 
 // weights = softmax, other = its gradient's product with it, of weights' and other's S and D.
 __device__ __forceinline__ void make_gradients(Sums<kWindowRows>& weights, Sums<kWindowRows>& other,
-                                               float scale, const OwnBias& bias) {
+                                               const WindowArgs& args, const OwnBias& bias) {
   float sum[2];
-  soften(weights, scale, bias, sum);
+  soften(weights, args, bias, sum);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float factor = 1 / sum[r];
@@ -114,7 +114,7 @@ __device__ __forceinline__ void run_backward(const WindowArgs& args) {
           Sums<kWindowRows> gradients;
           multiply_rows<T, kD>(weights, q, k, at);
           multiply_rows<T, kD>(gradients, d_out, v, at);
-          make_gradients(weights, gradients, args.scale, bias);
+          make_gradients(weights, gradients, args, bias);
           put_scores<T>(weights_at, weights, at);
           put_scores<T>(gradients_at, gradients, at);
 #pragma unroll

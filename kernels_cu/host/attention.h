@@ -130,18 +130,19 @@ std::optional<Made> make_attention_bias_backward(
 
 std::optional<Made> make_attention_window(const Tensor& q, const Tensor& k, const Tensor& v,
                                           const Tensor& bias, const std::string& kernel,
-                                          double scale) {
+                                          double scale, bool is_safe) {
   const auto* kernels = attention_kernels<AttentionWindowKernels>(kernel, q);
   if (kernels == nullptr) return std::nullopt;
   const Tensor out = new_heads(q, q.size(2));
-  if (!run_attention_window(*kernels, {q, k, v, bias, scale}, out)) return std::nullopt;
+  const AttentionWindowCall call{q, k, v, bias, scale, is_safe};
+  if (!run_attention_window(*kernels, call, out)) return std::nullopt;
   return Made(out);
 }
 
 std::optional<Made> make_attention_window_backward(const Tensor& d_out, const Tensor& q,
                                                    const Tensor& k, const Tensor& v,
                                                    const Tensor& bias, const std::string& kernel,
-                                                   double scale, bool of_bias) {
+                                                   double scale, bool is_safe, bool of_bias) {
   const auto* kernels = attention_kernels<AttentionWindowBackwardKernels>(kernel, q);
   if (kernels == nullptr) return std::nullopt;
   const Tensor d_q = new_heads(q, q.size(2));
@@ -153,9 +154,8 @@ std::optional<Made> make_attention_window_backward(const Tensor& d_out, const Te
         new_dense(q, {bias.size(0), bias.size(1), bias.size(2), bias.size(3)}, ScalarType::Float);
   }
   const AttentionWindowGradients gradients{d_out, d_q, d_k, d_v, d_bias};
-  if (!run_attention_window_backward(*kernels, {q, k, v, bias, scale}, gradients)) {
-    return std::nullopt;
-  }
+  const AttentionWindowCall call{q, k, v, bias, scale, is_safe};
+  if (!run_attention_window_backward(*kernels, call, gradients)) return std::nullopt;
   std::vector<Tensor> made{d_q, d_k, d_v};
   if (d_bias) made.push_back(*d_bias);
   return Made(std::move(made));

@@ -67,6 +67,7 @@ struct AttentionWindowCall {
   const Tensor& v;
   const Tensor& bias;  // [period, head, query, key] of fp32, of any strides
   double scale;
+  bool is_safe;  // a row that sees nothing is 0, not NaN
 
   void check(ScalarType type) const {
     check_heads_of(type, {{&q, "q"}, {&k, "k"}, {&v, "v"}});
@@ -114,6 +115,8 @@ struct AttentionWindowCall {
     args.bias = static_cast<const float*>(bias.data_ptr());
     for (int64_t d = 0; d < 4; ++d) args.bias_stride[d] = bias.stride(d);
     args.scale = static_cast<float>(scale);
+    using Limits = std::numeric_limits<float>;
+    args.least = is_safe ? Limits::lowest() : -Limits::infinity();
     args.d = static_cast<int32_t>(q.size(3));
     args.queries = static_cast<int32_t>(q.size(2));
     args.keys = static_cast<int32_t>(k.size(2));

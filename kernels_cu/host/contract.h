@@ -8,6 +8,7 @@
 #include "attention/attention_backward_args.h"
 #include "attention/attention_bias_args.h"
 #include "attention/attention_window_args.h"
+#include "attention/gather_rows_args.h"
 #include "conv/pixels_args.h"
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
@@ -67,6 +68,7 @@ std::vector<std::string> contract() {
           backward,
           biases,
           windows,
+          "gathers " + std::to_string(kGatherPlaces) + ":" + std::to_string(kGatherColumns),
           pixels};
 }
 

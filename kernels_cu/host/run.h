@@ -25,8 +25,9 @@
 #include "host/conv1d.h"
 #include "host/conv_backward.h"
 #include "host/depthwise_gradients.h"
-#include "host/grouped_gradients.h"
 #include "host/folded.h"
+#include "host/gather_rows.h"
+#include "host/grouped_gradients.h"
 #include "host/linear.h"
 #include "host/made.h"
 #include "host/pixels.h"
@@ -279,6 +280,9 @@ Program program_of(const std::string& program) {
   if (name == "attention_window_backward") {
     return program_of(make_attention_window_backward, text);
   }
+  if (name == "gather_rows") return program_of(make_gather_rows, text);
+  if (name == "gather_rows_order") return program_of(make_gather_rows_order, text);
+  if (name == "gather_rows_backward") return program_of(make_gather_rows_backward, text);
   if (name == "conv1d") return program_of(make_conv1d, text);
   if (name == "conv1d_weight") return program_of(make_conv1d_weight, text);
   if (name == "conv2d") return program_of(make_conv2d, text);

@@ -20,6 +20,7 @@
 #include "host/depthwise_gradients.h"
 #include "host/fold.h"
 #include "host/folded.h"
+#include "host/gather_rows.h"
 #include "host/grouped_gradients.h"
 #include "host/head_loss.h"
 #include "host/implicit.h"

@@ -57,7 +57,7 @@ def operands(
 
 
 def formula(
-    tensors: Sequence[Tensor], scale: float, dtype: torch.dtype, rounds: bool
+    tensors: Sequence[Tensor], scale: float, dtype: torch.dtype, rounds: bool, is_safe: bool = False
 ) -> list[Tensor]:
     """out and the gradients in float64. rounds: with what autocast rounds to 16 bits on the way."""
 
@@ -66,8 +66,10 @@ def formula(
 
     q, k, v, bias, d_out = (t.double() for t in tensors)
     period = bias.shape[0]
-    scores = rounded(q @ k.mT * scale).unflatten(0, (-1, period)) + bias
-    weights = scores.flatten(0, 1).softmax(-1)
+    scores = (rounded(q @ k.mT * scale).unflatten(0, (-1, period)) + bias).flatten(0, 1)
+    weights = scores.softmax(-1)
+    if is_safe:
+        weights = weights.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     kept = rounded(weights)
     d_weights = rounded(d_out @ v.mT)
     d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
@@ -77,24 +79,28 @@ def formula(
     return [*map(rounded, made), d_bias]
 
 
-def results(call: Run, tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
+def results(
+    call: Run, tensors: Sequence[Tensor], scale: float, is_safe: bool = False
+) -> list[Tensor]:
     """By the kernels."""
     q, k = tensors[:2]
     lengths = q.shape[2], k.shape[2]
     specs = [window.spec_for(q.shape[3], q.dtype, lengths, one) for one in (False, True)]
     assert specs[0] is not None and specs[1] is not None
     *operands, d_out = tensors
-    (out,) = call(FORWARD, *operands, specs[0].name, scale)
-    return [out, *call(BACKWARD, d_out, *operands, specs[1].name, scale, True)]
+    (out,) = call(FORWARD, *operands, specs[0].name, scale, is_safe)
+    return [out, *call(BACKWARD, d_out, *operands, specs[1].name, scale, is_safe, True)]
 
 
 def judge(
-    failures: list[str], what: str, call: Run, tensors: Sequence[Tensor], scale: float
-) -> None:
+    failures: list[str], what: str, call: Run, tensors: Sequence[Tensor], scale: float,
+    is_safe: bool = False,
+) -> None:  # fmt: skip
     """Is each error at most MOST times that of the formula in 16 bits?"""
     dtype = tensors[0].dtype
-    wanted, theirs = (formula(tensors, scale, dtype, rounds) for rounds in (False, True))
-    for name, made, exact, usual in zip(NAMES, results(call, tensors, scale), wanted, theirs):
+    wanted, theirs = (formula(tensors, scale, dtype, one, is_safe) for one in (False, True))
+    found = results(call, tensors, scale, is_safe)
+    for name, made, exact, usual in zip(NAMES, found, wanted, theirs):
         error, bound = relative(made, exact), MOST * relative(usual, exact)
         least = rounding(dtype if name != "dbias" else torch.float32)
         # A sum of one key's weights has no gradient: what is left is rounding.
@@ -141,6 +147,32 @@ def hidden_keys(failures: list[str], call: Run, shape: int) -> None:
             judge(failures, what, call, (*tensors, masked, d_out), sizes.scale)
 
 
+def safe_rows(failures: list[str], call: Run, shape: int) -> None:
+    """As torch's call: a row that sees nothing is 0, and adds nothing to gradients; a row that has
+    a NaN is NaN, and one whose keys all have the least number sees them all."""
+    torch.manual_seed(shape)
+    sizes = Sizes(2, 2, 2, 49, 33, window.SHAPES[shape])
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v, bias, d_out = operands(sizes, dtype)
+        bias[:, :, 2] = torch.finfo(torch.float32).min
+        bias[0, 0, 4] = -torch.inf
+        bias[1, :, 5:9, 1:] = -torch.inf
+        tensors = q, k, v, bias, d_out
+        judge(failures, f"{dtype}", call, tensors, sizes.scale, is_safe=True)
+        out, *gradients = results(call, tensors, sizes.scale, is_safe=True)
+        hidden = out.unflatten(0, (2, 2))[:, 0, 0, 4], gradients[-1][0, 0, 4]
+        if any(one.any() for one in hidden):
+            failures.append(f"{dtype}: a hidden row is not 0")
+        q[1, 1, 7, 3] = torch.nan
+        made, exact = (
+            results(call, tensors, sizes.scale, is_safe=True),
+            formula(tensors, sizes.scale, dtype, rounds=False, is_safe=True),
+        )
+        for name, mine, right in zip(NAMES, made, exact):
+            if not torch.equal(mine.isnan(), right.isnan()):
+                failures.append(f"{dtype}: NaN of {name}")
+
+
 def not_numbers(failures: list[str], call: Run, shape: int) -> None:
     """A row that sees nothing, or has a NaN, is NaN, and no other row."""
     torch.manual_seed(shape)
@@ -172,7 +204,7 @@ def without_gradient_of_bias(failures: list[str], call: Run) -> None:
     *tensors, d_out = operands(sizes, torch.bfloat16)
     spec = window.spec_for(16, torch.bfloat16, (20, 24), backward=True)
     assert spec is not None
-    made = [call(BACKWARD, d_out, *tensors, spec.name, 0.2, one) for one in (True, False)]
+    made = [call(BACKWARD, d_out, *tensors, spec.name, 0.2, False, one) for one in (True, False)]
     if [len(one) for one in made] != [4, 3]:
         failures.append(f"results: {[len(one) for one in made]}")
     failures += [f"{name} differs" for name, a, b in zip(NAMES[1:], *made) if not torch.equal(a, b)]

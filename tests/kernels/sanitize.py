@@ -25,6 +25,7 @@ import conv_checks
 import conv_direct_checks
 import depthwise_checks
 import depthwise_gradient_checks
+import gather_rows_checks
 import grouped_checks
 import head_loss_checks
 import implicit_checks
@@ -41,7 +42,7 @@ from benchmarks import conv_backward_sm90, conv_sm90, grouped, linear_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.kernels import head_loss
-from fx_fuser.kernels.attention import window
+from fx_fuser.kernels.attention import gathered, window
 from fx_fuser.kernels.exact import EXACT_GEMMS
 from fx_fuser.kernels.split import MIXED_GEMMS
 from fx_fuser.native import binaries, load
@@ -62,12 +63,18 @@ conv1d_checks.sweep(failures, 12, 0, 150, 64)
 depthwise_gradient_checks.sweep(failures, 16, 0, 20)
 load.prepare(head_loss.examples(), "cuda")
 head_loss_checks.sweep(failures, 20, 0, (5, 20000))
-load.prepare(window.offered(), "cuda")
+load.prepare([*window.offered(), *gathered.offered()], "cuda")
+
+
+def called(name: str, *given: object) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = run.MANY(*run.arguments(name, given))
+    return found
+
+
 for place in range(len(window.SHAPES)):
-    attention_window_checks.sweep(
-        failures, lambda name, *given: run.MANY(*run.arguments(name, given)), place, 4, place
-    )
-ran += 212
+    attention_window_checks.sweep(failures, called, place, 4, place)
+gather_rows_checks.sweep(failures, called, 0, 8)
+ran += 220
 if "--racecheck" not in sys.argv:
     load.prepare([implicit_checks.spec_of(*one) for one in implicit_checks.EXAMPLES], "cuda")
     implicit_checks.sweep(failures, 40, 0, side=20)

@@ -47,6 +47,7 @@ def test_random_sizes_and_strides(call: Any, shape: int) -> None:
     "check",
     [
         attention_window_checks.hidden_keys,
+        attention_window_checks.safe_rows,
         attention_window_checks.not_numbers,
         attention_window_checks.same_bits,
     ],

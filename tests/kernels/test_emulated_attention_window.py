@@ -58,6 +58,11 @@ def test_masks(call: Any, shape: int) -> None:
     passes(attention_window_checks.hidden_keys, call, shape)
 
 
+@shapes
+def test_rows_that_see_nothing(call: Any, shape: int) -> None:
+    passes(attention_window_checks.safe_rows, call, shape)
+
+
 @pytest.mark.slow
 @shapes
 def test_not_numbers(call: Any, shape: int) -> None:

@@ -7,6 +7,11 @@ PLAIN, LAYOUT, CLOCK = (f"{FOLDER}/{name}.py" for name in ("plain", "layout", "c
 REWRITE, MULTI_HEAD = (f"{FOLDER}/{name}.py" for name in ("rewrite", "multi_head"))
 WINDOWS, OF_WINDOWS = f"{FOLDER}/windows.py", "tests/passes/test_by_hand_windows.py"
 WINDOW_STAYS = f"{OF_WINDOWS}::test_what_stays"
+OF_CALLS, READ_THROUGH = (
+    "tests/passes/test_by_hand_windows_calls.py",
+    "graph/attention/read_through.py",
+)
+GATHERS, OF_GATHERS = f"{FOLDER}/gathers.py", "tests/passes/test_gathers.py"
 TAKEN, CHOICE = "tests/passes/test_by_hand.py", "tests/passes/test_by_hand_choice.py"
 STAYS = "tests/passes/test_by_hand_stays.py"
 MASK = f"{STAYS}::test_a_mask_that_is_not_surely_causal_or_open"
@@ -193,5 +198,58 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "windows: rows of whole vectors", CLOCK,
         'if name != "bias" and not biased.is_aligned(form):', "if False:",
         (f"{OF_WINDOWS}::test_rows_off_16_bytes",),
+    ),
+    (
+        "windows in torch's call: what is added stays as it is", READ_THROUGH,
+        "if spread is None or is_written(view, given, given, view.nodes[-1]):",
+        "if spread is None:",
+        (f"{OF_CALLS}::test_a_sum_whose_part_changes_is_described_as_it_is",),
+    ),
+    (
+        "windows in torch's call: the sum has gradients", READ_THROUGH,
+        "    if view.region[node] != view.region[end]:\n        return operand\n", "",
+        (f"{OF_CALLS}::test_a_sum_without_gradients",),
+    ),
+    (
+        "windows in torch's call: the rounding of autocast", LAYOUT,
+        'return calls.method("to", node, operand.dtype)', "return node",
+        (f"{OF_CALLS}::test_a_mask_that_autocast_rounds",),
+    ),
+    (
+        "windows in torch's call: rows that see nothing", "ops/attention_bias/window.py",
+        "    if is_safe:\n", "    if False:\n",
+        (f"{OF_CALLS}::test_rows_that_see_nothing_are_zero[False]",),
+    ),
+    (
+        "gathers: batches share the index", GATHERS,
+        "if any(step and n > 1 for n, step in zip(index.shape[:-2], index.stride())):", "if False:",
+        (f"{OF_GATHERS}::test_what_stays[of_each_batch]",),
+    ),
+    (
+        "gathers: along whole rows", GATHERS,
+        "if x.ndim < 3 or dim not in (-1, x.ndim - 1) or index.shape[:-1] != x.shape[:-1]:",
+        "if x.ndim < 3:",
+        (f"{OF_GATHERS}::test_what_stays[of_rows]", f"{OF_GATHERS}::test_what_stays[of_some_rows]"),
+    ),
+    (
+        "gathers: a result that is written to", GATHERS,
+        "if any(is_written(view, one, one, view.nodes[-1]) for one in kept):", "if False:",
+        (f"{OF_GATHERS}::test_what_stays[written_to]",),
+    ),
+    (
+        "gathers: strides that a user sees", GATHERS,
+        "        if traced is None or not is_torchs(reader):\n            return None\n",
+        "        if traced is None or not is_torchs(reader):\n            break\n",
+        (f"{OF_GATHERS}::test_the_order_of_dimensions_shows_in_what_is_returned",),
+    ),
+    (
+        "gathers: none in inference", GATHERS,
+        "    if not was.requires_grad:\n", "    if False:\n",
+        (f"{OF_GATHERS}::test_inference_takes_none",),
+    ),
+    (
+        "gathers: their gradient in fp32", "ops/attention_bias/gathered.py",
+        "places, dtype=torch.float32)", "places)",
+        (f"{OF_GATHERS}::test_a_sum_of_many_is_as_exact_as_fp32",),
     ),
 )  # fmt: skip

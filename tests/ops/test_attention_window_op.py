@@ -62,8 +62,8 @@ def test_fakes() -> None:
     q, k, v, bias = (t.detach() for t in operands())
     d_out = torch.randn(6, 5, 3, 16).bfloat16().transpose(1, 2)
     for call in (
-        run.arguments(FORWARD, (q, k, v, bias, "", 0.3)),
-        run.arguments(BACKWARD, (d_out, q, k, v, bias, "", 0.3, True)),
-        run.arguments(BACKWARD, (d_out, q, k, v, bias, "", 0.3, False)),
+        run.arguments(FORWARD, (q, k, v, bias, "", 0.3, False)),
+        run.arguments(BACKWARD, (d_out, q, k, v, bias, "", 0.3, False, True)),
+        run.arguments(BACKWARD, (d_out, q, k, v, bias, "", 0.3, True, False)),
     ):
         torch.library.opcheck(run.MANY, call)

@@ -215,6 +215,7 @@ NAMED = {
     "ops.attention_dropout": {"attention"},
     "ops.attention_split": {"attention"},
     "ops.attention_bias.window": {"attention"},
+    "ops.attention_bias.gathered": {"attention"},
     "ops.usual": {"attention", "folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
@@ -226,6 +227,7 @@ NAMED = {
     "passes.attention_split.dropout": {"attention"},
     "passes.by_hand.clock": {"attention", "split"},  # the kernel, and gemms beside it
     "passes.by_hand.rewrite": {"attention"},
+    "passes.by_hand.gathers": {"attention"},
     "passes.by_hand.windows": {"attention"},
     "passes.conv1d.site": {"conv1d"},
     "passes.depthwise.site": {"depthwise"},

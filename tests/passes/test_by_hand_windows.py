@@ -248,7 +248,7 @@ def test_random_sizes(seed: int) -> None:
 def test_few_scores_stay() -> None:
     """On a GPU, where launches take as long."""
     like = [torch.empty(8, 2, 49, 32, dtype=torch.bfloat16) for _ in range(3)]
-    one = clock.Windows.of(like, torch.empty(1, 2, 49, 49), like[0].dtype, 1.0, True)
+    one = clock.Windows.of(like, torch.empty(1, 2, 49, 49), like[0].dtype, 1.0, False, True)
     one.check(on_cpu=True, strict=True)
     with pytest.raises(Exception, match="it is small"):
         one.check(on_cpu=False, strict=True)
@@ -399,6 +399,6 @@ def test_the_contest_runs_both() -> None:
     tensors = [torch.randn(4, 2, 9, 8).bfloat16() for _ in range(3)]
     bias = torch.randn(2, 2, 9, 9)
     for trains, count in ((False, 1), (True, 4)):
-        one = clock.Windows.of(tensors, bias, torch.bfloat16, 0.3, trains)
+        one = clock.Windows.of(tensors, bias, torch.bfloat16, 0.3, False, trains)
         by_hand, fused = (candidate.run() for candidate in one.candidates())
         assert len(by_hand) == count and len(fused) == count + trains  # type: ignore[arg-type]

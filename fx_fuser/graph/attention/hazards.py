@@ -49,9 +49,8 @@ def _is_largest(reader: Node) -> bool:
 
 
 def _plain_tensors(site: AttentionSite) -> None:
-    operands = [operand.node for operand in site.operands]
     device = site.node.meta["example_value"].device
-    for node in (*operands, *site.nodes):
+    for node in (*site.tensors, *site.nodes):
         origin, tensor = origin_of(node), meta_tensor(node)
         if origin is not None:
             reason = f"{called(origin.node)} is of class {origin.kind}, not a plain tensor"
@@ -95,7 +94,7 @@ def _writes_stay_inside(view: View, site: AttentionSite) -> None:
             writer = view.nodes[place]
             if place < end and writer not in inside:
                 raise RefusedError(writer, f"{statement(writer)}, may write to its values")
-    tensors = storages((*site.nodes, *(operand.node for operand in site.operands)))
+    tensors = storages((*site.nodes, *site.tensors))
     changed = next((view.reshaped[m] for m in tensors if m in view.reshaped), None)
     if changed is not None:
         reason = f"{statement(changed)}, changes the shape, strides or memory of a tensor in place"
@@ -112,8 +111,7 @@ def _operands_unchanged(view: View, site: AttentionSite) -> None:
     """
     order, end, inside = view.order, site.node, {*site.nodes}
     first = min(order[node] for node in site.nodes)
-    operands = dict.fromkeys(operand.node for operand in site.operands)
-    for node in operands:
+    for node in site.tensors:
         # The site reads a view of some operands; nothing writes to these (`read_through.origin`).
         read = [order[reader] for reader in view.readers[node] if reader in inside]
         before = view.nodes[min(read) - 1] if read else node

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
 from fx_fuser.graph.attention.axes import Axes, Dim
@@ -51,6 +52,36 @@ def origin(view: View, axes: Axes, operand: Operand, end: Node) -> Operand:
             break
         operand = replace(operand, node=source, dims=tuple(dims))
     return operand
+
+
+def summed(view: View, axes: Axes, operand: Operand, end: Node) -> Operand:
+    """The operand with what it is the sum of, if that is two tensors that nothing later in the
+    graph writes to, and if adding them anew rounds as it did."""
+    node = operand.node
+    written = view.written(node)
+    if written is None or written.op != "add" or len(written.args) != 2:
+        return operand
+    whole = meta_tensor(node)
+    nodes = [a for a in written.args if isinstance(a, Node)]
+    if len(nodes) != 2:
+        return operand
+    first, second = map(meta_tensor, nodes)
+    if whole is None or first is None or second is None or not (first.ndim and second.ndim):
+        return operand
+    if not first.device == second.device == whole.device:
+        return operand
+    if torch.promote_types(first.dtype, second.dtype) != whole.dtype:
+        return operand
+    if view.region[node] != view.region[end]:
+        return operand
+    parts: list[Operand] = []
+    for given, tensor in zip(nodes, (first, second)):
+        spread = axes.spread(tensor.shape, operand.dims, whole.shape)
+        if spread is None or is_written(view, given, given, view.nodes[-1]):
+            return operand
+        part = origin(view, axes, Operand(given, tuple(spread)), end)
+        parts.append(summed(view, axes, part, end))
+    return replace(operand, parts=tuple(parts))
 
 
 def is_written(view: View, node: Node, after: Node, end: Node) -> bool:
@@ -126,7 +157,8 @@ def numbered(axes: Axes, site: AttentionSite) -> AttentionSite:
         return tuple(number[axis] for axis in axes.leaves(dim))
 
     def operand(one: Operand) -> Operand:
-        return replace(one, dims=tuple(map(of, one.dims)))
+        parts = tuple(map(operand, one.parts))
+        return replace(one, dims=tuple(map(of, one.dims)), parts=parts)
 
     def step(one: Step) -> Step:
         args = (operand(a) if isinstance(a, Operand) else a for a in one.args)

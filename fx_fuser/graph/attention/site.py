@@ -30,11 +30,13 @@ SCORE = Arg("z")  # the value that a step is applied to
 @dataclass(frozen=True)
 class Operand:
     """A tensor of the graph. dims: the axes of each of its dimensions. dtype: what it is cast to
-    before it is used; None if it is not cast."""
+    before it is used; None if it is not cast. parts: tensors of which it is the sum, where these
+    are known to have fewer axes (the mask of torch's call)."""
 
     node: Node
     dims: tuple[Dim, ...]
     dtype: torch.dtype | None = None
+    parts: tuple[Operand, ...] = ()
 
     def seen(self, tensor: Tensor, sizes: Sequence[Size], order: Dim) -> Tensor:
         """The tensor with one dimension per axis of `order`, of size 1 where it lacks the axis. A
@@ -107,6 +109,16 @@ class AttentionSite:
         """q, k, v and those of the tail."""
         of_tail = (a for step in self.tail for a in step.args if isinstance(a, Operand))
         return (self.q, self.k, self.v, *of_tail)
+
+    @property
+    def tensors(self) -> tuple[Node, ...]:
+        """The nodes of its operands and of what these are sums of."""
+        found, queue = dict[Node, None](), [*self.operands]
+        while queue:
+            one = queue.pop(0)
+            found[one.node] = None
+            queue += one.parts
+        return (*found,)
 
 
 @dataclass(frozen=True)

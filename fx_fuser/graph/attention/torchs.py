@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from fx_fuser.graph.attention.axes import Axes, Dim
 from fx_fuser.graph.attention.calls import ATTENTION_ARGUMENTS
-from fx_fuser.graph.attention.read_through import numbered, origin
+from fx_fuser.graph.attention.read_through import numbered, origin, summed
 from fx_fuser.graph.attention.site import SCORE, AttentionSite, Operand, RefusedError, Step
 from fx_fuser.graph.prepare.reindex import Size, is_same
 from fx_fuser.graph.read.canonical import is_number
@@ -54,6 +54,7 @@ def torchs_attention(view: View, node: Node) -> AttentionSite:
     if mask is not None:
         shape = (*made.shape[:-2], *(tensor.shape[-2] for tensor in tensors[:2]))
         of = origin(view, axes, _mask_of(node, axes, [*batch, rows, keys], shape, mask), node)
+        of = summed(view, axes, of, node)
         tail.append(_masked(view, node, of, made.dtype, wide))
     post = (Step("dropout", (SCORE, float(dropout)), wide),) if dropout else ()
     q, k, v = (replace(origin(view, axes, o, node), dtype=made.dtype) for o in (q, k, v))

@@ -17,17 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.kernels import attention
-from fx_fuser.kernels.attention import window
+from fx_fuser.kernels.attention import gathered, window
 from fx_fuser.kernels.split import SPLIT_GEMM, reset_fallback, split_gemm
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
+from fx_fuser.ops.attention_bias import gathered as gathered_op
 from fx_fuser.ops.attention_bias import window as window_op
 from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 from fx_fuser.passes import attention_split
-from fx_fuser.passes.attention_split import biased
+from fx_fuser.passes.attention_split import ATTENTION, ATTENTION_BACKWARD, biased
 from fx_fuser.passes.by_hand.plain import Plain
 from fx_fuser.passes.graph_pass import loaded
 from fx_fuser.passes.masks import Stays
@@ -131,29 +133,34 @@ class Race:
 
 # ---- of windows --------------------------------------------------------------------------------
 
+_LANES = 16  # of a row of torch's mask, at most, in whole vectors
 # Scores below which the launches of what is written take longer than what they do.
 _FEW_SCORES = 2**20
+# tests/passes/test_by_hand_windows_gpu.py is to run the kernels in place of torch's call first.
+SAFE_WINDOWS_HAVE_RUN = False
 
 
 @dataclass(frozen=True)
 class Windows:
     """`fx_fuser.ops.attention_bias.window` beside two gemms of the library with a softmax between
-    them. What is added to the scores is not timed, nor its gradient: Inductor fuses the one, and
-    the other costs what is written more than the op."""
+    them, or, if it is safe, beside torch's call. What is added to the scores is not timed, nor its
+    gradient behind torch's backward: Inductor fuses the one, and the other costs what is written
+    more than the op."""
 
     forms: Mapping[str, TensorForm]
     scale: float
+    is_safe: bool
     trains: bool
 
     @classmethod
     def of(
         cls, operands: Sequence[Tensor], bias: Tensor, dtype: torch.dtype, scale: float,
-        trains: bool,
+        is_safe: bool, trains: bool,
     ) -> Windows:  # fmt: skip
         """Of fake tensors. dtype: that operands are cast to."""
         forms = {n: form_of_value(t, dtype) for n, t in zip(("query", "key", "value"), operands)}
         forms["bias"] = form_of_value(bias)
-        return cls(forms, scale, trains)  # type: ignore[arg-type]
+        return cls(forms, scale, is_safe, trains)  # type: ignore[arg-type]
 
     @property
     def _specs(self) -> list[KernelSpec | None]:
@@ -174,6 +181,8 @@ class Windows:
                 raise Stays(f"its {name} does not lie in rows of whole vectors of 16 bytes")
         if on_cpu:
             return
+        if self.is_safe and not SAFE_WINDOWS_HAVE_RUN:
+            raise Stays("the kernels have not run on a GPU in place of torch's call yet")
         if math.prod((*q.size[:3], k.size[2])) < _FEW_SCORES:
             raise Stays("it is small: its launches take as long")
         if lost := self._why_lost(strict):
@@ -185,18 +194,18 @@ class Windows:
         needed = [spec for spec in self._specs if spec is not None]
         if loaded(needed, query.device, "attention", strict) != {*needed}:
             return "its kernel does not build"
-        key = "attention of windows", *self.forms.items(), self.scale, self.trains
+        key = "attention of windows", *self.forms.items(), self.scale, self.is_safe, self.trains
         times = contest.times(key, self.candidates, query.device)
         if isinstance(times, str):
             return times
-        by_hand, fused = (took.gpu for took in times)
-        log.info("windows %s: by hand %.4g ms, fused %.4g", query.size, by_hand, fused)
-        if contest.gains(fused, by_hand):
+        written, fused = (took.gpu for took in times)
+        log.info("windows %s: as written %.4g ms, fused %.4g", query.size, written, fused)
+        if contest.gains(fused, written):
             return ""
-        return f"{by_hand:.3g} ms as it is written, {fused:.3g} fused"
+        return f"{written:.3g} ms as it is written, {fused:.3g} fused"
 
     def candidates(self) -> list[Candidate]:
-        """As it is written, by the library; fused."""
+        """As it is written, by the library or torch; fused."""
         query, bias = self.forms["query"], self.forms["bias"]
         generator = torch.Generator(query.device).manual_seed(0)
         tensors = [form.random(generator) for form in self.forms.values()]
@@ -207,21 +216,109 @@ class Windows:
         of_few = None if d_out is None else d_out[:some]
         runs = [functools.partial(self._fused, op, few, of_few) for op in (run.IN_TORCH, run.MANY)]
         compare(runs, "attention of windows", query.dtype)
+        fused = functools.partial(self._fused, run.MANY, tensors, d_out)
+        if self.is_safe:
+            return [Candidate(self._torchs(tensors, d_out)), Candidate(fused)]
         q, k, v = (t.flatten(0, 1).contiguous() for t in tensors[:3])
         d_rows = None if d_out is None else d_out.flatten(0, 1).contiguous()
         by_hand = functools.partial(_by_hand, torch.matmul, torch.matmul, q, k, v, d_rows)
-        fused = functools.partial(self._fused, run.MANY, tensors, d_out)
         return [Candidate(by_hand), Candidate(fused)]
+
+    def _torchs(
+        self, tensors: Sequence[Tensor], d_out: Tensor | None
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Its call, which reads the bias in 16 bits, of all batches, with rows of whole vectors."""
+        q, k, v, bias = tensors
+        rows = F.pad(bias.to(q.dtype), (0, -bias.shape[3] % _LANES))
+        whole = rows.repeat(q.shape[0] // bias.shape[0], 1, 1, 1)[..., : bias.shape[3]]
+        if d_out is None:
+            forward = functools.partial(F.scaled_dot_product_attention, scale=self.scale)
+            return lambda: [forward(q, k, v, whole)]
+
+        def both() -> Sequence[Tensor]:
+            out, lse, *drawn = ATTENTION(q, k, v, whole, True, scale=self.scale)
+            given = d_out, q, k, v, whole, out, lse, *drawn, 0.0, [True] * 4
+            return [out, *ATTENTION_BACKWARD(*given, scale=self.scale)]
+
+        return both
 
     def _fused(
         self, op: Callable[..., list[Tensor]], tensors: Sequence[Tensor], d_out: Tensor | None
     ) -> Sequence[Tensor]:
         forward, *backward = (spec.name for spec in self._specs if spec is not None)
-        made = op(*run.arguments(window_op.FORWARD, (*tensors, forward, self.scale)))
+        numbers = self.scale, self.is_safe
+        made = op(*run.arguments(window_op.FORWARD, (*tensors, forward, *numbers)))
         if d_out is None:
             return made
-        given = d_out, *tensors, *backward, self.scale, True
+        given = d_out, *tensors, *backward, *numbers, True
         return [*made, *op(*run.arguments(window_op.BACKWARD, given))]
+
+
+# ---- gathers -----------------------------------------------------------------------------------
+
+# tests/kernels/test_gather_rows.py is to run the kernels on a GPU first.
+GATHERS_HAVE_RUN = False
+
+
+@dataclass(frozen=True)
+class Gather:
+    """`fx_fuser.ops.attention_bias.gathered` beside torch's operations, whose gradient adds by
+    atomic operations, as Inductor's code does."""
+
+    x: TensorForm
+    index: TensorForm  # [rows, columns]
+    transposed: bool
+
+    def check(self, on_cpu: bool, strict: bool) -> None:
+        """Raises Stays where it is better left as it is written."""
+        if on_cpu:
+            return
+        if not GATHERS_HAVE_RUN:
+            raise Stays("the kernels of gathers have not run on a GPU yet")
+        if math.prod((*self.x.size[:-2], *self.index.size)) < _FEW_SCORES:
+            raise Stays("it is small: its launches take as long")
+        spec, device = gathered.spec_of(self.x.dtype), self.x.device
+        if loaded([spec], device, "gathers", strict) != {spec}:
+            raise Stays("its kernel does not build")
+        times = contest.times(("gather", self), self.candidates, device)
+        if isinstance(times, str):
+            raise Stays(times)
+        torchs, ours = (took.gpu for took in times)
+        log.info("gather of %s: torch's %.4g ms, ours %.4g", self.x.size, torchs, ours)
+        if not contest.gains(ours, torchs):
+            raise Stays(f"{torchs:.3g} ms by torch, {ours:.3g} by its kernels")
+
+    def candidates(self) -> list[Candidate]:
+        """Torch's, ours. The index is as DeBERTa's: neighbours read neighbouring places."""
+        device, (rows, columns) = self.x.device, self.index.size
+        x = self.x.random(torch.Generator(device).manual_seed(0)).flatten(0, -3)
+        places = x.shape[2]
+        at = torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)
+        index = (at + places // 2).clamp(0, places - 1)
+        sizes = (columns, rows) if self.transposed else (rows, columns)
+        d_out = x.new_empty(x.shape[0], *sizes).normal_()
+
+        def torchs() -> Sequence[Tensor]:
+            whole = index.expand(x.shape[0], -1, -1)
+            out = x.gather(-1, whole)
+            out = out.mT.contiguous() if self.transposed else out
+            of_rows = d_out.mT if self.transposed else d_out
+            return out, torch.zeros_like(x).scatter_add_(-1, whole, of_rows)
+
+        runs = [functools.partial(self._by, op, x, index, d_out) for op in (run.IN_TORCH, run.MANY)]
+        compare(runs, "gather", x.dtype)
+        return [Candidate(torchs), Candidate(runs[1])]
+
+    def _by(
+        self, op: Callable[..., list[Tensor]], x: Tensor, index: Tensor, d_out: Tensor
+    ) -> list[Tensor]:
+        name, places = gathered.spec_of(x.dtype).name, x.shape[2]
+        made = op(*run.arguments(gathered_op.FORWARD, (x, index, name, self.transposed)))
+        if self.transposed:
+            (d_out,) = op(*gathered_op.turning(d_out, name))
+        order = op(*run.arguments(gathered_op.ORDER, (index, name, places)))
+        given = d_out, index, *order, name, places
+        return [*made, *op(*run.arguments(gathered_op.BACKWARD, given))]
 
 
 _Gemm = Callable[[Tensor, Tensor], Tensor]

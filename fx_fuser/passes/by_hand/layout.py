@@ -6,6 +6,7 @@ k or v lack becomes the heads. So grouped heads stay neighbours, as `passes.atte
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -140,7 +141,7 @@ class Layout:
         """The sum of operands of the score, in fp32, as [period, heads, rows, keys]: the bias of a
         batch is that of its number modulo the period."""
         site = self.site
-        have = {a for o in operands for dim in o.dims for a in dim if not is_same(site.sizes[a], 1)}
+        have = {a for o in operands for a in _axes_of(o) if not is_same(site.sizes[a], 1)}
         lead = self.batch
         while lead and lead[0] not in have:
             lead = lead[1:]
@@ -148,6 +149,19 @@ class Layout:
         order = [a for part in parts for a in part]
         total: Node | None = None
         for operand in operands:
+            node = calls.method("float", self._spread(calls, operand, order))
+            total = node if total is None else calls.function(operator.add, total, node)
+        assert total is not None, "there is a bias"
+        total = _expanded(calls, total, [site.sizes[a] for a in order])
+        return _joined(calls, total, parts, copies=True)
+
+    def _spread(self, calls: Calls, operand: Operand, order: Sequence[int]) -> Node:
+        """An operand of the score with a dimension for each of these axes, of size 1 where it lacks
+        the axis, rounded as it is in the graph."""
+        if operand.parts:
+            first, *others = (self._spread(calls, part, order) for part in operand.parts)
+            node = functools.reduce(functools.partial(calls.function, operator.add), others, first)
+        else:
             node, axes = self._apart(calls, operand.node, operand.dims)
             mine = [a for a in order if a in axes]
             lost = [a for a in axes if a not in order]  # of size 1
@@ -157,11 +171,9 @@ class Layout:
             for i, axis in enumerate(order):
                 if axis not in axes:
                     node = calls.method("unsqueeze", node, i)
-            node = calls.method("float", node)
-            total = node if total is None else calls.function(operator.add, total, node)
-        assert total is not None, "there is a bias"
-        total = _expanded(calls, total, [site.sizes[a] for a in order])
-        return _joined(calls, total, parts, copies=True)
+        if operand.dtype in (None, _value(node).dtype):
+            return node
+        return calls.method("to", node, operand.dtype)
 
     def result(self, calls: Calls, made: Node) -> Node:
         """[batch, heads, rows, columns] as the site's result."""
@@ -186,6 +198,13 @@ class Layout:
                     raise Stays("several of its sizes are dynamic in one dimension")
                 node = calls.method("unflatten", node, i, said)
         return node, [a for dim in dims for a in dim]
+
+
+def _axes_of(operand: Operand) -> set[int]:
+    """Over which it changes: of a sum, those of its parts."""
+    if operand.parts:
+        return set().union(*map(_axes_of, operand.parts))
+    return {axis for dim in operand.dims for axis in dim}
 
 
 def _expanded(calls: Calls, node: Node, sizes: Sequence[Size]) -> Node:

@@ -39,6 +39,7 @@ from fx_fuser.passes.by_hand.plain import Plain, Prove, plain_of
 from fx_fuser.passes.masks import FORM, FORMULA, Mask, Proofs, Scope, Stays
 
 log = logging.getLogger("fx_fuser.passes.by_hand")
+_OF_WINDOWS = "its windows have a bias, for which fx_fuser has one"
 COUNTER = "fx_fuser_by_hand"  # in `torch._dynamo.utils.counters`: "attention" → how many
 
 
@@ -91,15 +92,18 @@ def rewrite(
     """
     view, known, made = View(graph), Proofs(), Rewritten()
     for one in attentions(view, options.strict):
+        is_by_hand = one.is_by_hand  # an edit changes the call
         why, edit = _edit_of(view, one, options, dtypes)
         if edit is None:
-            made.by_hand += [ByHand(one)] if one.is_by_hand else []
+            made.by_hand += [ByHand(one)] if is_by_hand else []
             continue
         before = scope.before(view.order[one.node])
         prove = functools.partial(masks.proven, before, known)
         stays = _why_it_stays(edit, prove, options.strict)
         if why:
             made.of_torch.append(Mask(one.node, FORMULA if stays else FORM, stays or why))
+        elif not is_by_hand:  # its kernel may be as good: nothing to report
+            made.of_torch += [] if stays else [Mask(one.node, FORM, _OF_WINDOWS)]
         else:
             made.by_hand.append(ByHand(one, not stays, stays))
     return made
@@ -124,7 +128,7 @@ def _edit_of(
         why = multi_head.why_formula(one.node)
         return why, functools.partial(multi_head.rewrite, view, one.node, options) if why else None
     why = "" if one.is_by_hand else _why_formula(one.node)
-    is_tried = one.is_by_hand or why
+    is_tried = one.is_by_hand or why or windows.has_bias(one)
     return why, functools.partial(_rewrite, view, one, options) if is_tried else None
 
 

@@ -1,11 +1,12 @@
-"""16-bit attention written by hand with a bias, of at most 64 queries and 64 keys, as one op.
+"""16-bit attention with a bias, of at most 64 queries and 64 keys, as one op.
 
     (q @ k.mT * scale + learned + mask).softmax(-1) @ v
 
-as Swin has it in windows of 7 x 7: `fx_fuser::attention_window`
-(`fx_fuser.ops.attention_bias.window`). The library is slow at rows of 49, and scores of all windows
-go through memory four times and more. What is added to the scores becomes one bias in fp32, of one
-period of batches: a learned bias is one for all, with a mask of windows one for each of these.
+as Swin has it in windows of 7 x 7, by hand or as torch's call with both in its mask:
+`fx_fuser::attention_window` (`fx_fuser.ops.attention_bias.window`). The library is slow at rows of
+49, and scores of all windows go through memory four times and more. What is added to the scores
+becomes one bias in fp32, of one period of batches: a learned bias is one for all, with a mask of
+windows one for each of these.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ def call(view: View, layout: Layout, calls: Calls, trains: bool, options: Option
         raise Stays("a head of its keys is for several of its queries")
     bias = layout.bias(calls, [*_added(site)])
     operands = [n.meta["example_value"] for n in (rows, key, value)]
-    check = clock.Windows.of(operands, bias.meta["example_value"], site.dtype, scale, trains)
+    numbers = site.dtype, scale, site.is_safe
+    check = clock.Windows.of(operands, bias.meta["example_value"], *numbers, trains)
     check.check(options.cpu_ops, options.strict)
-    return calls.function(ATTENTION_WINDOW, rows, key, value, bias, scale, site.dtype)
+    return calls.function(ATTENTION_WINDOW, rows, key, value, bias, scale, site.dtype, site.is_safe)
 
 
 def _scale_of(site: AttentionSite) -> float:
@@ -143,8 +145,10 @@ def _check_bias(step: Step) -> None:
 
 
 def _check_dtypes(site: AttentionSite) -> None:
-    """16 bits in products, and up to fp32 between them."""
+    """16 bits in products, and up to fp32 between them; torch's call is fp32 by its formula alone,
+    and in 16 bits its kernels multiply as ours does."""
     found = {"its scores": site.scores, "its weights and values": site.values}
+    found = found if site.is_by_hand else {}
     for name, dtype in found.items():
         if dtype != site.dtype:
             raise Stays(f"{name} are of {dtype}, its result is of {site.dtype}")
