@@ -186,8 +186,8 @@ __device__ __forceinline__ void pin(uint32_t (&value)[kCount]) {
 
 // ---- copies and loads (9.7.9) -------------------------------------------------------------------
 
-// Copies 4, 8 or 16 bytes to shared memory, zeros if `reads` is false. Visible after copy_async_wait().
-// (9.7.9.25.3)
+// Copies 4, 8 or 16 bytes to shared memory, zeros if `reads` is false. Visible after
+// copy_async_wait(). (9.7.9.25.3)
 template <class T>
 __device__ __forceinline__ void copy_async(uint32_t to, const T* from, bool reads) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(sizeof(T)),

@@ -3,6 +3,7 @@ emulator alike: benchmarks/depthwise_training.py times it."""
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import NamedTuple
 
@@ -211,6 +212,13 @@ def refusals(failures: list[str]) -> None:
         failures.append("a refused call wrote to the result")
 
 
+def made(sizes: Sizes, dtype: torch.dtype, x: Tensor, dz: Tensor, weight: Tensor) -> list[Tensor]:
+    """z, dx, dw."""
+    to = [torch.empty_like(t) for t in (dz, x, weight)]
+    assert all(run(sizes, dtype, x, dz, weight, to))
+    return to
+
+
 def repeats(failures: list[str], times: int = 100) -> None:
     """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
     dtype = training.DTYPES[0]
@@ -218,24 +226,13 @@ def repeats(failures: list[str], times: int = 100) -> None:
         Sizes(8, 96, (28, 28), (7, 7), (3, 3), 1),
         Sizes(8, 72, (28, 28), (5, 5), (2, 2), 2),
     ):
-        x, dz, weight = operands(sizes, dtype)
-
-        def made(like: tuple[Tensor, ...] = (dz, x, weight)) -> list[Tensor]:
-            return [torch.empty_like(t, memory_format=torch.preserve_format) for t in like]
-
-        def step(
-            to: list[Tensor], sizes: Sizes = sizes, given: tuple[Tensor, ...] = (x, dz, weight)
-        ):
-            assert all(run(sizes, dtype, *given, to))
-            return tuple(to)
-
-        first = made()
-        step(first)
-        graph = captured(lambda first=first, step=step: step(first))
-        x.normal_()
+        given = operands(sizes, dtype)
+        step = functools.partial(made, sizes, dtype, *given)
+        first = step()
+        graph = captured(functools.partial(run, sizes, dtype, *given, first))
+        given[0].normal_()
         graph.replay()
-        if not all(map(torch.equal, first, step(made()))):
+        if not all(map(torch.equal, first, step())):
             failures.append(f"a graph's replay of {sizes} differs")
-        again = lambda step=step, made=made: step(made())  # noqa: E731
-        if not agree_over_two_streams(again, tuple(first), times):
+        if not agree_over_two_streams(step, first, times):
             failures.append(f"launches of {sizes} over two streams differ")

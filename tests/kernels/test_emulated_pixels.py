@@ -103,6 +103,6 @@ def test_a_kernel_that_nobody_has_loaded_is_loaded(
 def test_the_library_runs_where_there_is_no_kernel() -> None:
     x, weight = pixels_checks.operands(Sizes(1, 3, 5, 16, 8), BF16)
     with pytest.warns(UserWarning, match="leaves a convolution to the library"):
-        found, launches = called(MOMENTS, x, weight, "no kernel", 1)
-    wanted = run.IN_TORCH(*run.arguments(MOMENTS, (x, weight, "no kernel", 1)))
+        found, launches = called(MOMENTS, x, weight, "no kernel of pixels", 1)
+    wanted = run.IN_TORCH(*run.arguments(MOMENTS, (x, weight, "no kernel of pixels", 1)))
     assert launches == 0 and all(map(torch.equal, found, wanted))

@@ -41,25 +41,4 @@ def _moments(x: Tensor, weight: Tensor, kernel: str, shape: int) -> list[Tensor]
 
 run.define(MOMENTS, _moments, _moments_like)
 
-# What the function calls whose kernel nobody has loaded: see `fx_fuser.ops.attention_split`.
-_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-_LIBRARY.define("load_pixels(Tensor x, str kernel) -> ()")
-
-
-@functools.cache
-def _specs() -> dict[str, KernelSpec]:
-    return {spec.name: spec for spec in pixels.offered()}
-
-
-def _load(x: Tensor, kernel: str) -> None:
-    try:
-        load.prepare([_specs()[kernel]], x.device)
-    except Exception as error:
-        warnings.warn(
-            f"fx_fuser leaves a convolution to the library: {type(error).__name__}: {error}; "
-            "please report it",
-            stacklevel=2,
-        )
-
-
-_LIBRARY.impl("load_pixels", _load, "CompositeExplicitAutograd")
+run.define_loader("load_pixels", "a convolution", lambda: pixels.offered())
