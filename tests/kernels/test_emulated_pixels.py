@@ -18,7 +18,6 @@ from test_emulated_attention_calls import called
 from fx_fuser.kernels import pixels
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.ops import pixels as ops
 from fx_fuser.ops import run
 from fx_fuser.ops.pixels import MOMENTS
 
@@ -87,7 +86,7 @@ def test_a_kernel_that_nobody_has_loaded_is_loaded(
 ) -> None:
     """By the op's own call, as where Inductor's cache has the graph."""
     spec = dataclasses.replace(pixels.spec_of(BF16), use="of this test")
-    monkeypatch.setattr(ops, "_specs", lambda: {spec.name: spec})
+    monkeypatch.setattr(pixels, "offered", lambda: [spec])
     asked: list[KernelSpec] = []
 
     def prepare(specs: list[KernelSpec], _device: torch.device) -> None:

@@ -11,16 +11,11 @@ On CUDA kernels_cu/host/pixels.h runs the kernel. What that does not take runs b
 
 from __future__ import annotations
 
-import functools
-import warnings
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.kernels import pixels
-from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 
 MOMENTS = "conv2d_moments"
