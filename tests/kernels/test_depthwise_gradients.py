@@ -74,7 +74,6 @@ class Block(nn.Module):
 @gpu_from_sm80
 def test_a_model_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a training step under autocast, whatever the clock says; values as eager's."""
-    monkeypatch.setattr(depthwise, "OFFERED", True)
     monkeypatch.setattr(DepthwiseSite, "gains", lambda site: True)
     torch.manual_seed(0)
     model = nn.Sequential(Block(384), Block(384)).to(CUDA, memory_format=LAST)

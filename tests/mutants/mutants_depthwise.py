@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SITE, PASS = "passes/depthwise/site.py", "passes/depthwise/__init__.py"
+SITE = "passes/depthwise/site.py"
 SHARED = "passes/convolution/site.py"
 OPS = "ops/depthwise/__init__.py"
 TESTS = "tests/passes/test_depthwise_pass.py"
@@ -109,13 +109,6 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if not training.takes(site.window, site.stride, channels, weight.dtype):",
         "if False:",
         (REFUSALS,),
-    ),
-    (
-        "depthwise: the switch",
-        PASS,
-        "if not OFFERED:",
-        "if False:",
-        (f"{TESTS}::test_it_is_not_offered_without_its_switch",),
     ),
     (
         "depthwise: results are in channels_last whatever the library has",

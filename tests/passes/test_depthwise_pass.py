@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_fuser.native import load
 from fx_fuser.ops import run
-from fx_fuser.passes import convolution, depthwise
+from fx_fuser.passes import convolution
 from fx_fuser.passes.convolution.site import CONVOLUTION, CONVOLUTION_BACKWARD
 from fx_fuser.passes.depthwise import COUNTERS, Depthwise
 from fx_fuser.passes.depthwise.site import DepthwiseSite
@@ -33,9 +33,8 @@ CHANNELS = 12
 
 
 @pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Where Inductor's cache has a graph, from an earlier run, no pass runs."""
-    monkeypatch.setattr(depthwise, "OFFERED", True)
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
@@ -290,15 +289,6 @@ def test_gradients_of_the_weight_alone() -> None:
         f(x_of(dtype=torch.float32)).float().sum().backward()
     assert counters[COUNTERS] == {"convolution": 1, "convolution_backward": 1}
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_it_is_not_offered_without_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(depthwise, "OFFERED", False)
-    model = Block().eval()
-    f = torch.compile(model, backend="fx_fuser", options=OPTIONS)
-    with torch.no_grad():
-        f(x_of(dtype=torch.float32))
-    assert not counters[COUNTERS]
 
 
 def test_a_failure_leaves_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from fx_fuser.options import Options
 from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits, settings_with
 from fx_fuser.passes.depthwise.site import DepthwiseSite
 
-OFFERED = True
 COUNTERS = "fx_fuser_depthwise"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 
 
@@ -41,7 +40,5 @@ def settings(
 
 def _may_be_one(node: Node) -> bool:
     """A convolution of images, of 16 bits, that reads a depthwise one's weight."""
-    if not OFFERED:
-        return False
     operands = operands_of_16_bits(node, ("conv2d", "convolution"), 4)
     return any(t.ndim == 4 and t.shape[1] == 1 and t.shape[0] != 1 for t in operands)
