@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 @gpu_from_sm80
 def test_a_model_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a training step under autocast, whatever the clock says; values as eager's."""
+    """A training step under autocast takes them; values are as eager's. Nothing is timed."""
     monkeypatch.setattr(DepthwiseSite, "gains", lambda site: True)
     torch.manual_seed(0)
     model = nn.Sequential(Block(384), Block(384)).to(CUDA, memory_format=LAST)

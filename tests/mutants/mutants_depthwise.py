@@ -14,7 +14,7 @@ COPIED = f"{TESTS}::test_operands_in_other_layouts_are_copied"
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "depthwise: the bias is added",
-        SITE,
+        SHARED,
         'if "bias" not in tensors:',
         "if True:",
         (FORWARD.format("7-3-1-True"),),

@@ -58,16 +58,10 @@ class Conv1dSite(Site):
         return self.weight.shape[0] // self.groups, self.weight.shape[1]
 
     def _spec(self, of: int | None) -> KernelSpec:
-        """The kernel of the convolution (None) or of this one of the backward's results."""
         out, into = self._channels()
         if of == DW:
             return conv1d.weight_spec_of(out, into, self.weight.dtype)
         return conv1d.spec_of(out if of is None else into, self.weight.dtype)
-
-    def specs(self) -> list[KernelSpec]:
-        if not self.is_backward:
-            return [self._spec(None)]
-        return [*dict.fromkeys(self._spec(of) for of in self.items if of != DB)]
 
     def _taps(self, emit: Emit, weight: Any, turned: bool = False) -> Any:
         """The weight in taps; turned: as the gradient by x reads it."""

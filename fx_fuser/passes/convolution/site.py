@@ -129,8 +129,14 @@ class Site(ABC):
         return self.node.target is CONVOLUTION_BACKWARD
 
     @abstractmethod
+    def _spec(self, of: int | None) -> KernelSpec:
+        """The kernel of the convolution (None) or of this one of the backward's results."""
+
     def specs(self) -> list[KernelSpec]:
         """All kernels that it needs."""
+        if not self.is_backward:
+            return [self._spec(None)]
+        return [*dict.fromkeys(self._spec(of) for of in self.items if of != DB)]
 
     # ---- what takes its place --------------------------------------------------------------------
 
@@ -140,6 +146,13 @@ class Site(ABC):
 
     def run(self, emit: Emit, function: str, *given: Any) -> Any:
         return emit(run.ONE, *run.arguments(function, given))
+
+    def plus_bias(self, emit: Emit, z: Any, tensors: Mapping[str, Any]) -> Any:
+        """As Inductor has it: what reads the sum is mostly fused with it."""
+        if "bias" not in tensors:
+            return z
+        sizes = [1, self.weight.shape[0], *[1] * (self.weight.ndim - 2)]
+        return emit(_aten.add.Tensor, z, emit(_aten.view.default, tensors["bias"], sizes))
 
     def bias_gradient(self, emit: Emit, tensors: Mapping[str, Any]) -> Any:
         """As Inductor makes it."""

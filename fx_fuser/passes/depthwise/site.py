@@ -52,14 +52,8 @@ class DepthwiseSite(Site):
         return stride
 
     def _spec(self, of: int | None) -> KernelSpec:
-        """The kernel of the convolution (None) or of this one of the backward's results."""
         kinds = {None: training.spec_of, DX: training.input_spec_of, DW: training.weight_spec_of}
         return kinds[of](self.window, self.stride, self.weight.dtype)
-
-    def specs(self) -> list[KernelSpec]:
-        if not self.is_backward:
-            return [self._spec(None)]
-        return [*dict.fromkeys(self._spec(of) for of in self.items if of != DB)]
 
     def made(self, emit: Emit, tensors: Mapping[str, Any]) -> dict[int, Any]:
         if not self.is_backward:
@@ -80,11 +74,7 @@ class DepthwiseSite(Site):
     def _forward(self, emit: Emit, tensors: Mapping[str, Any]) -> Any:
         x, numbers = as_last(emit, tensors["input"]), (self.padding, self.stride, False)
         z = self.run(emit, FORWARD, x, tensors["weight"], self._spec(None).name, *numbers)
-        if "bias" not in tensors:
-            return z
-        # As Inductor has it: what reads the sum is mostly fused with it.
-        bias = emit(_aten.view.default, tensors["bias"], [1, self.groups, 1, 1])
-        return emit(_aten.add.Tensor, z, bias)
+        return self.plus_bias(emit, z, tensors)
 
     def _of_input(self, emit: Emit, dz: Any, weight: Any) -> Any:
         kernel = self._spec(DX).name

@@ -47,17 +47,11 @@ class GroupedSite(Site):
         return stride, padding, dilation, self.groups
 
     def _spec(self, of: int | None) -> KernelSpec:
-        """The kernel of the convolution (None) or of this one of the backward's results."""
         inputs, outputs = self.weight.shape[1], self.weight.shape[0] // self.groups
         if of == DX:
             return grouped.spec_of(outputs, inputs, self.weight.dtype)
         kind = grouped.weight_spec_of if of == DW else grouped.spec_of
         return kind(inputs, outputs, self.weight.dtype)
-
-    def specs(self) -> list[KernelSpec]:
-        if not self.is_backward:
-            return [self._spec(None)]
-        return [*dict.fromkeys(self._spec(of) for of in self.items if of != DB)]
 
     def made(self, emit: Emit, tensors: Mapping[str, Any]) -> dict[int, Any]:
         if not self.is_backward:
@@ -80,11 +74,7 @@ class GroupedSite(Site):
     def _forward(self, emit: Emit, tensors: Mapping[str, Any]) -> Any:
         x = as_last(emit, tensors["input"])
         z = self.run(emit, FORWARD, x, tensors["weight"], self._spec(None).name, *self.numbers)
-        if "bias" not in tensors:
-            return z
-        # As Inductor has it: what reads the sum is mostly fused with it.
-        bias = emit(_aten.view.default, tensors["bias"], [1, self.weight.shape[0], 1, 1])
-        return emit(_aten.add.Tensor, z, bias)
+        return self.plus_bias(emit, z, tensors)
 
 
 def _fault_of_sizes(site: GroupedSite) -> str:
