@@ -1,4 +1,10 @@
-"""What the oracles of generated programs share: a loop over seeds, and its command line."""
+"""What the oracles of generated programs share: a loop over seeds, and its command line.
+
+Programs that fail on a CPU at every commit since 781fef0, not yet explained: `split_attentions.py
+--seed 10804724 --count 1` (a gradient off by 1.24e-3 of its norm, where 1e-3 or the error of the
+graph before is allowed) and `value_fuzz.py --auto --seed 10804706 --count 1` (the first element is
+40.0 fused and in eager mode, 40.25 by the oracle).
+"""
 
 from __future__ import annotations
 
