@@ -1,11 +1,8 @@
 """What the oracles of generated programs share: a loop over seeds, and its command line.
 
-Programs that fail on a CPU, not yet explained; the first two do at 781fef0 too:
+A program that fails on a CPU, at 781fef0 too, not yet explained:
 - `value_fuzz.py --auto --seed 10804706`: its first element is 40.0 fused and in eager mode, 40.25
   by the oracle
-- `split_attentions.py --seed 10804724`: a gradient is off by 1.24e-3 of its norm of 0.0027, where
-  1e-3 is allowed, or the error of the graph before, which is 0.8 of that
-- `split_attentions.py --seed 2120887`: likewise 3.3e-3 of 0.0071, and 0.42 of that
 """
 
 from __future__ import annotations
