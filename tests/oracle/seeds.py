@@ -1,9 +1,4 @@
-"""What the oracles of generated programs share: a loop over seeds, and its command line.
-
-A program that fails on a CPU, at 781fef0 too, not yet explained:
-- `value_fuzz.py --auto --seed 10804706`: its first element is 40.0 fused and in eager mode, 40.25
-  by the oracle
-"""
+"""What the oracles of generated programs share: a loop over seeds, and its command line."""
 
 from __future__ import annotations
 

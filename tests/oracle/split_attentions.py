@@ -14,8 +14,8 @@ numbers 2 times, or 6e-7, since few sums judge by chance. A gradient that is 0 b
 that of a single key's scores, is judged by the largest result or gradient.
 
 On a CPU the rewritten graph runs in torch, in float64, and only what is replaced, and by what, is
-judged: to 1e-9, where rounding leaves 1e-11 even of gradients that cancel. Strides are not compared,
-since torch's attention of CPUs has others.
+judged: to 1e-9, or 1e-13 of the largest result or gradient, since some gradients cancel. Strides
+are not compared: torch's attention of CPUs has others.
 """
 
 from __future__ import annotations
@@ -264,9 +264,9 @@ def _faults(
         if is_gradient and norm < 1e-9 * largest:
             norm = largest
         times, least = (1.5, 4e-7) if e.numel() >= 4096 else (2.0, 6e-7)
-        if not a.is_cuda:
-            times, least = 0.0, 1e-9
         bound = max(times * others, least * norm)
+        if not a.is_cuda:
+            bound = max(1e-9 * norm, 1e-13 * largest)
         if not error <= bound:
             faults.append(f"{i}: error {error:.3g}, bound {bound:.3g}, of {norm:.3g}")
     return faults

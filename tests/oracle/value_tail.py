@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from value_numbers import copied
 from value_programs import Fused
 from value_sets import Possible, around, same
 
@@ -180,7 +181,7 @@ def evaluated(
     mode.of_z[id(z)] = z
     own = {n: v.detach() for n, v in operands.items()}
     if mode.apart:
-        own = {n: v.clone() if v.is_floating_point() else v for n, v in own.items()}
+        own = {n: copied(v) if v.is_floating_point() else v for n, v in own.items()}
     else:
         own = {n: v.to(mode.acc) if v.is_floating_point() else v for n, v in own.items()}
     wanted = [n for n, v in operands.items() if v.requires_grad and dy is not None]
