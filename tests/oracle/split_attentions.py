@@ -10,12 +10,12 @@ Forward and backward are traced together, as Inductor's joint graph is.
 
 On a GPU the kernels run, at every size. Strides and dtypes must be as before, and errors against
 float64 within the contract: at most 1.5 times that of the graph before, or 4e-7; of fewer than 4096
-numbers 2 times, or 6e-7, since few sums judge by chance. A gradient that is 0 but for rounding, as
+numbers 2 times, or 6e-7, since few sums prove little. A gradient that is 0 but for rounding, as
 that of a single key's scores, is judged by the largest result or gradient.
 
 On a CPU the rewritten graph runs in torch, in float64, and only what is replaced, and by what, is
-judged: to 1e-9, or 1e-13 of the largest result or gradient, since some gradients cancel. Strides
-are not compared: torch's attention of CPUs has others.
+judged: to 1e-9, or where a gradient cancels to 1e-13 of the largest result or gradient, some 450
+roundings. Strides are not compared: torch's attention for CPUs has others.
 """
 
 from __future__ import annotations
@@ -261,11 +261,12 @@ def _faults(
         error, others, norm = (
             float(t.detach().norm()) for t in (a.double() - e, b.double() - e, e)
         )
-        if is_gradient and norm < 1e-9 * largest:
-            norm = largest
-        times, least = (1.5, 4e-7) if e.numel() >= 4096 else (2.0, 6e-7)
-        bound = max(times * others, least * norm)
-        if not a.is_cuda:
+        if a.is_cuda:
+            if is_gradient and norm < 1e-9 * largest:
+                norm = largest
+            times, least = (1.5, 4e-7) if e.numel() >= 4096 else (2.0, 6e-7)
+            bound = max(times * others, least * norm)
+        else:
             bound = max(1e-9 * norm, 1e-13 * largest)
         if not error <= bound:
             faults.append(f"{i}: error {error:.3g}, bound {bound:.3g}, of {norm:.3g}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
-from value_numbers import copied, values
+from value_numbers import values
 from value_oracle import faults_of
 from value_programs import Fused, Named, Program
 from value_seen import Seen, state_faults, stride_faults, unfused_faults
@@ -60,8 +60,11 @@ class Loaded:
 def _moved(tensor: Tensor, device: str) -> Tensor:
     if device == "cpu":
         return tensor
-    kind = type(tensor)
-    return copied(tensor, device).as_subclass(kind).requires_grad_(tensor.requires_grad)
+    kind, held = type(tensor), tensor.detach().as_subclass(Tensor)
+    elements = held.untyped_storage().nbytes() // held.element_size()  # to() would lay it out anew
+    whole = held.as_strided((elements,), (1,), 0).to(device)
+    placed = whole.as_strided(held.shape, held.stride(), held.storage_offset())
+    return placed.as_subclass(kind).requires_grad_(tensor.requires_grad)
 
 
 # ---- runs --------------------------------------------------------------------------------------

@@ -56,12 +56,3 @@ def values(
     share = {"ordinary": 0.05, "mixed": 0.4}.get(style, 0.9)
     mask = torch.rand(tuple(shape), generator=generator) < share
     return torch.where(mask, chosen, found).to(dtype)
-
-
-def copied(tensor: Tensor, device: str | None = None) -> Tensor:
-    """A plain tensor with its values and its strides, those of parts of memory too: torch's kernels
-    for CPUs round otherwise where numbers do not lie side by side, and `clone` lays them so."""
-    held = tensor.detach().as_subclass(Tensor)
-    elements = held.untyped_storage().nbytes() // held.element_size()
-    whole = held.as_strided((elements,), (1,), 0).clone().to(device)
-    return whole.as_strided(held.shape, held.stride(), held.storage_offset())

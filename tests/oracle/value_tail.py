@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from value_numbers import copied
 from value_programs import Fused
 from value_sets import Possible, around, same
+
+from fx_fuser.verify.accuracy import Copier
 
 _ROUNDINGS = {  # of a CUDA function, at most; arithmetic is exact but for a contraction
     **dict.fromkeys(("sigmoid", "silu", "tanh", "exp", "log", "erf", "rsqrt", "expit"), 6),
@@ -181,7 +182,9 @@ def evaluated(
     mode.of_z[id(z)] = z
     own = {n: v.detach() for n, v in operands.items()}
     if mode.apart:
-        own = {n: copied(v) if v.is_floating_point() else v for n, v in own.items()}
+        # torch's kernels for CPUs round otherwise where elements are not adjacent.
+        with_strides = Copier()
+        own = {n: with_strides(v) if v.is_floating_point() else v for n, v in own.items()}
     else:
         own = {n: v.to(mode.acc) if v.is_floating_point() else v for n, v in own.items()}
     wanted = [n for n, v in operands.items() if v.requires_grad and dy is not None]

@@ -225,7 +225,8 @@ class AsCudnn(CustomGraphPass):
 
 @pytest.mark.slow
 def test_t5_in_bf16() -> None:
-    """transformers' encoder, in evaluation: every attention of it. Shorter rows are windows'."""
+    """transformers' encoder, in evaluation: every attention of it. The window kernel takes rows of
+    up to 64 keys first."""
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 3, "num_heads": 2}
     config = transformers.T5Config(vocab_size=50, feed_forward_proj="gated-gelu", **sizes)
