@@ -116,5 +116,7 @@ def test_a_program(at: int) -> None:
 @pytest.mark.slow
 def test_programs() -> None:
     print(f"attentions: seeds from {FIRST} (FX_FUSER_FUZZ_SEED)")
-    found = Counter(bool(seen and seen.calls) for seen in map(attempt, range(FIRST, FIRST + 150)))
-    assert found[True] > 30
+    # Of 150, 29 to 54 are taken: enough of them that a fifth is not missed by chance.
+    seeds = range(FIRST, FIRST + 450)
+    found = Counter(bool(seen and seen.calls) for seen in map(attempt, seeds))
+    assert found[True] > len(seeds) / 5
