@@ -20,7 +20,7 @@ FIRST = int(os.environ.get("FX_FUSER_FUZZ_SEED", 100_000))
 FORWARD = "_scaled_dot_product_efficient_attention"
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_programs(count: int) -> None:
     print(f"split_attentions: seeds from {FIRST} (FX_FUSER_FUZZ_SEED)")
     failed, replaced = split_attentions.fuzz(range(FIRST, FIRST + count))
