@@ -162,6 +162,11 @@ def _check(
             f"loss is {shown(loss)}; give a function of the model's result"
             f"{for_kwargs(model, 'loss')}"
         )
+    if loss is not None and (fault := fault_of_call(loss, [None], {})):
+        raise OptionError(
+            f"loss does not take the model's result alone: {fault}; give one that does, say "
+            "loss=lambda result: F.cross_entropy(result, labels)"
+        )
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not 0 < seconds < float("inf"):
         raise OptionError(
