@@ -137,7 +137,9 @@ def _compilers(facts: Facts) -> Iterator[Finding]:
         counts = ", ".join(f"{count} for {arch}" for arch, count in facts.brought.items())
         yield Finding(OK, f"kernels that came with the package: {counts}")
     elif not facts.is_checkout and facts.gpus:
-        yield Finding(NOTE, "no kernel of the package is used: a model's first call compiles all")
+        yield Finding(
+            NOTE, "none of the package's kernels are used: a model's first call compiles all"
+        )
     if facts.launcher_fault:
         text = f"the kernel launcher cannot be built: {facts.launcher_fault}"
         yield Finding(_needed(facts), f"{text}; or install the wheel, which has it")

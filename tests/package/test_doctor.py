@@ -127,8 +127,8 @@ def test_kernels_that_came_with_the_package_are_counted() -> None:
         return "\n".join(map(str, findings.judged(machine(**changes))))
 
     assert "ok    kernels that came with the package: 45 for sm_90a, 32 for sm_80" in said()
-    assert "note  no kernel of the package is used" in said(brought={})
-    assert "of the package is" not in said(brought={}, is_checkout=True)
+    assert "note  none of the package's kernels are used" in said(brought={})
+    assert "of the package's" not in said(brought={}, is_checkout=True)
 
 
 # ---- facts ---------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_another_kernel_than_the_cases_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(selftest, "made_on", lambda *_: (GatedLinear(8, 8), torch.randn(2, 8)))
     case = dataclasses.replace(SPLIT, train=False)
     level, said = selftest._run(case, torch.device("meta"))
-    assert level == findings.NOTE and said["detail"] == "split does not take it here"
+    assert level == findings.NOTE and said["detail"] == "split does not accept it here"
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 `fx_fuser::run`.
 
 Tensors are laid out as the kernels read them: x and z [batch, frame, channel], the weight in
-*taps*, [group, tap, out channel of a group, in channel of a group]. The gradient by x is the same
-function of the gradient by z, with the taps in reverse, channels exchanged, and padding
+*taps*, [group, tap, out channel of a group, in channel of a group]. The gradient of x is the same
+function of the gradient of z, with the taps in reverse, channels exchanged, and padding
 taps - 1 - padding.
 
 On CUDA kernels_cu/host/conv1d.h runs the kernels. What these do not take runs by the library.

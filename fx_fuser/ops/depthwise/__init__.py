@@ -1,8 +1,8 @@
 """The depthwise convolution in training, as graphs call it: three functions of `fx_fuser::run`.
 
-Images are of 16 bits and in channels_last, weights contiguous. padding: [down, across], alike on
-both sides; window: its height and width. The gradient by x of a stride of 1 is the convolution of
-the gradient by z, with the window turned round (`turned`) and padding window - 1 - padding.
+Images are 16-bit and in channels_last, weights contiguous. padding: [down, across], alike on
+both sides; window: its height and width. The gradient of x with stride 1 is the convolution of
+the gradient of z, with the window reversed (`turned`) and padding window - 1 - padding.
 
 On CUDA kernels_cu/host/depthwise_gradients.h runs the kernels. What these do not take runs by the
 library.

@@ -178,7 +178,7 @@ class Windows:
             raise Stays("too few of its batches share a bias")
         for name, form in self.forms.items():
             if name != "bias" and not biased.is_aligned(form):
-                raise Stays(f"its {name} does not lie in rows of whole vectors of 16 bytes")
+                raise Stays(f"its {name} does not have rows of whole 16-byte vectors")
         if on_cpu:
             return
         if self.is_safe and not SAFE_WINDOWS_HAVE_RUN:
