@@ -75,11 +75,11 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (REFUSALS,),
     ),
     (
-        "conv1d: the clock decides",
+        "conv1d: timing decides",
         SHARED_SITE,
         "return contest.gains(ours, library)",
         "return True",
-        (f"{TESTS}::test_the_clock_decides[1.99-False]",),
+        (f"{TESTS}::test_timing_decides[1.99-False]",),
     ),
     (
         "conv1d: a kernel that is not there",

@@ -132,12 +132,12 @@ def test_torchs_own_kernel_is_switched_off(
     "ms, reason",
     [
         ((1.0, 0.9, 0.3), ""),
-        ((1.0, 0.3, 0.9), "0.3 ms as it is written, 0.9 fused"),
-        ((0.3, 1.0, 0.3), "0.3 ms as it is written, 0.3 fused"),
+        ((1.0, 0.3, 0.9), "0.3 ms as written, 0.9 fused"),
+        ((0.3, 1.0, 0.3), "0.3 ms as written, 0.3 fused"),
         ((), "not enough memory to time it"),
     ],
 )
-def test_the_clock_decides(
+def test_timing_decides(
     ms: tuple[float, ...], reason: str, built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(monkeypatch, *ms)

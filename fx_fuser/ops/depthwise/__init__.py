@@ -64,7 +64,7 @@ def _of_input_like(
 
 
 def _of_input(dz: Tensor, weight: Tensor, kernel: str, padding: Pair, size: Pair) -> list[Tensor]:
-    (x,) = _of_input_like(dz, weight, kernel, padding, size)  # of which only the sizes are read
+    (x,) = _of_input_like(dz, weight, kernel, padding, size)  # only its sizes are read
     return [*map(_as_last, _gradients(dz, x, weight, padding, 2, [True, False, False]))]
 
 

@@ -76,7 +76,7 @@ def _of_input(
     size: Pair,
 ) -> list[Tensor]:
     given = kernel, stride, padding, dilation, groups, size
-    (x,) = _of_input_like(dz, weight, *given)  # of which only the sizes are read
+    (x,) = _of_input_like(dz, weight, *given)  # only its sizes are read
     numbers = stride, padding, dilation, groups
     return [*map(_as_last, _gradients(dz, x, weight, numbers, [True, False, False]))]
 
