@@ -140,7 +140,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         PASS,
         "return found is not None and contest.gains(found[1], found[0])",
         "return True",
-        (f"{CHOICE}::test_timing_decides[ms2-False]",),
+        (f"{CHOICE}::test_the_clock_decides[ms2-False]",),
     ),
     (
         "attention by halves: causal is another time",

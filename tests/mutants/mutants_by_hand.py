@@ -123,7 +123,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "by hand: the fastest of what is written", CLOCK,
         "if contest.gains(fused, min(by_hand)):", "if contest.gains(fused, max(by_hand)):",
-        (f"{CHOICE}::test_timing_decides[ms1-0.3 ms as written, 0.9 fused]",),
+        (f"{CHOICE}::test_the_clock_decides[ms1-0.3 ms as written, 0.9 fused]",),
     ),
     (
         "by hand: weights that nothing reads", MULTI_HEAD,

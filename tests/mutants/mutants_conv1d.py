@@ -79,7 +79,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         SHARED_SITE,
         "return contest.gains(ours, library)",
         "return True",
-        (f"{TESTS}::test_timing_decides[1.99-False]",),
+        (f"{TESTS}::test_the_clock_decides[1.99-False]",),
     ),
     (
         "conv1d: a kernel that is not there",

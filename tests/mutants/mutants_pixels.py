@@ -72,14 +72,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         SITE,
         "return best if contest.gains(ours[best], library) else None",
         "return best",
-        (f"{TESTS}::test_timing_decides[ours1-None]",),
+        (f"{TESTS}::test_the_clock_decides[ours1-None]",),
     ),
     (
         "pixels: the fastest tiles",
         SITE,
         "best = min(range(len(ours)), key=ours.__getitem__)",
         "best = 0",
-        (f"{TESTS}::test_timing_decides[ours0-2]",),
+        (f"{TESTS}::test_the_clock_decides[ours0-2]",),
     ),
     (
         "pixels: a kernel that is not there",

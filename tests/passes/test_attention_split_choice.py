@@ -65,7 +65,7 @@ def large(causal: bool = False, d: int = 64, trains: bool = False) -> GraphModul
 @pytest.mark.parametrize(
     "ms, gains", [((1.0, 0.3), True), ((1.0, 0.99), False), ((0.3, 1.0), False), ((), False)]
 )
-def test_timing_decides(
+def test_the_clock_decides(
     ms: tuple[float, ...], gains: bool, built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "times", Clock(*ms))

@@ -137,7 +137,7 @@ def test_torchs_own_kernel_is_switched_off(
         ((), "not enough memory to time it"),
     ],
 )
-def test_timing_decides(
+def test_the_clock_decides(
     ms: tuple[float, ...], reason: str, built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(monkeypatch, *ms)

@@ -184,7 +184,7 @@ def test_transposed_convolutions_are_left() -> None:
 
 
 @pytest.mark.parametrize("ours, is_taken", [(1.0, True), (1.99, False), (3.0, False)])
-def test_timing_decides(ours: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_decides(ours: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the GPU's time of the library's, and of ours with all copies; values are compared."""
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
     monkeypatch.setattr(convolution, "loaded", lambda specs, *rest: {*specs})

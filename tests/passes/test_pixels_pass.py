@@ -180,7 +180,7 @@ def test_a_depth_of_groups_is_no_1x1() -> None:
 
 
 @pytest.mark.parametrize("ours, shape", [([1.0, 3.0, 0.9, 2.0], 2), ([1.99] * 4, None)])
-def test_timing_decides(
+def test_the_clock_decides(
     ours: list[float], shape: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the GPU's time of the library's with a pass over its result; values are compared."""
