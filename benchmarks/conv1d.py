@@ -4,7 +4,7 @@ library's and beside unfold with bmm:
     python -m benchmarks.conv1d [--only WORD] [--dtype bf16] [--out FILE]
 
 GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data:
-forward, and the gradients by x (dx) and by the weight (dw). `ours`: the kernel on operands as it
+forward, and the gradients of x (dx) and of the weight (dw). `ours`: the kernel on operands as it
 reads them. `copied`: with all copies that `fx_fuser.passes.conv1d` puts around it, none of them
 fused with what makes or reads a tensor. `unfold`: the frames that each frame sees side by side in
 memory, and a gemm a group. `kill`: the time above which the kernels are given up (issue 45). Errors

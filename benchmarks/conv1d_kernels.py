@@ -47,7 +47,7 @@ def from_taps(weight: Tensor) -> Tensor:
 
 
 def turned(weight: Tensor) -> Tensor:
-    """Of weights in taps those of the gradient by x, whose padding is taps - 1 - padding."""
+    """Of weights in taps those of the gradient of x, whose padding is taps - 1 - padding."""
     return weight.flip(1).transpose(2, 3).contiguous()
 
 

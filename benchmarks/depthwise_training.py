@@ -4,7 +4,7 @@ beside the library's:
     python -m benchmarks.depthwise_training [--only WORD] [--dtype bf16] [--out FILE]
 
 Time of a call's kernels in us by torch's profiler, medians of calls by turns, with the L2 cache
-cleared before each, on random images in channels_last: forward, and the gradients by x (dx) and by
+cleared before each, on random images in channels_last: forward, and the gradients of x (dx) and of
 the weight (dw). No time between kernels counts, which dw has between its two. `floor`: the larger
 of the bytes at 3.0 TB/s and the products at 60 TFLOP/s. Errors are relative to float64, of eight
 samples; the table has ours over the library's.

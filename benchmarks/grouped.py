@@ -226,7 +226,7 @@ class Timed:
         assert taken, f"{self.layer} was refused"
 
     def gradient_specs(self) -> list[KernelSpec]:
-        """Of the gradients by x and by the weight."""
+        """Of the gradients of x and of the weight."""
         inputs = self.layer.channels // self.layer.groups
         given = inputs, inputs, torch.bfloat16
         return [plain_spec_of(*given), weight_spec_of(*given)]

@@ -120,7 +120,7 @@ class Penalized(Head):
 
 
 class LikelyTokens(Head):
-    """Of reinforcement learning: log-probabilities in fp32 of a body of 16 bits."""
+    """Of reinforcement learning: log-probabilities in fp32 of a 16-bit body."""
 
     def logits_of(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)  # float64 stays it

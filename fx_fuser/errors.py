@@ -19,7 +19,7 @@ class PatternError(FxFuserError, ValueError):
 
 
 class BuildError(FxFuserError, RuntimeError):
-    """A native source could not be compiled or loaded."""
+    """A kernel or its launcher could not be compiled or loaded."""
 
 
 class VerifyError(FxFuserError, RuntimeError):

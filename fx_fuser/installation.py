@@ -92,7 +92,7 @@ def uninstall() -> None:
 
 @refuses_unfit_calls(OptionError, _ONE_DICT)
 def installed(options: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-    """Do what `install` does while the block runs; of nested blocks the innermost counts.
+    """Do what `install` does while the block runs; in nested blocks, the innermost applies.
 
     A model is compiled at its first call, so call it in the block.
     """

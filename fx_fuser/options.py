@@ -161,6 +161,8 @@ class Options:
                     f"option {key!r} is Inductor's, but 'inner' is {self.inner!r}; leave one of "
                     "the two out"
                 )
+            # Inductor has hundreds of options: one is near to any word unless it must be very near.
+            of_inner = difflib.get_close_matches(name, of_inner, cutoff=0.8)
             near = difflib.get_close_matches(name, [*names, *of_inner], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"fx_fuser's are {', '.join(names)}"
             raise OptionError(f"unknown option {key!r}; {hint}")

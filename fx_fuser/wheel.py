@@ -142,6 +142,7 @@ def build_all(out: Path) -> list[Path]:
         portable_shim(prebuilt / "shim.so")
         (prebuilt / "shim.sources").write_text(binaries.shim_sources())
         started = time.perf_counter()
+        print("Compiling kernels, which takes minutes …", flush=True)
         for line in usual_cubins(prebuilt):
             print(f"left out: {line}")
         cubins = [path.stat().st_size for path in prebuilt.rglob("*.cubin")]

@@ -75,9 +75,10 @@ def compare(
         in eval mode under `no_grad`. By default modes stay as they are, and backward is measured
         if the model is in training mode and gradients are on. A step has no optimizer.
     options: as for the backend. Options of Inductor also apply to the Inductor row.
-    loss: maps the model's result to one number, from which backward starts. By default backward
-        starts from all floating-point outputs that require gradients, with normally distributed
-        random gradients, the same for each row.
+    loss: a function of the model's result that returns one number, from which backward starts,
+        say `lambda y: F.cross_entropy(y, labels)`. By default backward starts from all
+        floating-point outputs that require gradients, with normally distributed random
+        gradients, the same for each row.
     columns: a list of "eager", "inductor", "fx_fuser", "inductor_tf32",
         "inductor_reduce_overhead", "fx_fuser_reduce_overhead".
     reduce_overhead: also measure Inductor and fx_fuser with `mode="reduce-overhead"`, which helps
@@ -161,6 +162,11 @@ def _check(
         raise OptionError(
             f"loss is {shown(loss)}; give a function of the model's result"
             f"{for_kwargs(model, 'loss')}"
+        )
+    if loss is not None and (fault := fault_of_call(loss, [None], {})):
+        raise OptionError(
+            f"loss does not take the model's result alone: {fault}; give one that does, say "
+            "loss=lambda result: F.cross_entropy(result, labels)"
         )
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not 0 < seconds < float("inf"):

@@ -63,8 +63,8 @@ _RULES = (
     ),
     _Rule(
         r"ffma|simt_sgemm|(ampere|volta|maxwell)_sgemm",
-        "fp32 gemms without tensor cores in a 16-bit model: most often attention by its formula, "
-        "because no fused kernel takes its mask or bias. explain says why",
+        "fp32 gemms without tensor cores in a 16-bit model: usually attention as matmul and "
+        "softmax, because no fused kernel accepts its mask or bias. explain says why",
         narrow=True,
     ),
     _Rule(
@@ -79,7 +79,7 @@ _RULES = (
     ),
     _Rule(
         r"triton_\w*__(safe_)?softmax|softmax_warp|cunn_SoftMax",
-        "a separate softmax: most often attention by its formula instead of a fused kernel",
+        "a separate softmax: usually attention as matmul and softmax instead of a fused kernel",
     ),
     _Rule(
         r"^triton_red_\w*batch_norm|batch_norm\w*(collect_statistics|backward_reduce)|bn_fw_tr|bn_bw",

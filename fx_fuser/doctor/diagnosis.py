@@ -51,7 +51,8 @@ class Diagnosis:
         warnings = f", with {warned} warning{'s' * (warned != 1)}" if warned else ""
         if not usable(self.facts):
             where = "this is a CPU" if not self.facts.gpus else "no GPU here has any"
-            return f"{works}{warnings}, but none of fx_fuser's kernels run: {where}."
+            said = f"{works}{warnings}, but none of fx_fuser's kernels run: {where}."
+            return f"{said} Inductor compiles your models as they are."
         if not self.tests:
             return f"{works}{warnings}."
         return f"Everything works{warnings}. Next: print(fx_fuser.compare(model, *inputs))"

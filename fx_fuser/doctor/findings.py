@@ -10,6 +10,11 @@ from fx_fuser.doctor.facts import Facts, Gpu
 from fx_fuser.native import binaries
 
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "FAIL"
+_CAPABILITY = ".".join(map(str, binaries.LOWEST_CAPABILITY))
+_NEED_A_GPU = (
+    "none of fx_fuser's kernels run; they need an NVIDIA GPU of compute capability "
+    f"{_CAPABILITY} or above and its driver"
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             yield Finding(FAIL, f"{text}: install a torch for CUDA (https://pytorch.org)")
         else:
             text = f"torch {facts.torch} has no CUDA, and there is no NVIDIA driver"
-            yield Finding(NOTE, f"{text}: none of fx_fuser's kernels run")
+            yield Finding(NOTE, f"{text}: {_NEED_A_GPU}, and a torch for CUDA")
         return
     if not facts.gpus:
         if facts.driver:
@@ -99,7 +104,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             yield Finding(FAIL, f"{text}: {remedy}")
         else:
             text = f"torch for CUDA {facts.cuda} sees no GPU, and there is no NVIDIA driver"
-            yield Finding(NOTE, f"{text}: none of fx_fuser's kernels run")
+            yield Finding(NOTE, f"{text}: {_NEED_A_GPU}")
         return
     yield Finding(OK, f"CUDA of torch {facts.cuda}; {driver if facts.driver else 'driver unknown'}")
     told = (facts.compiler_fault, facts.launcher_fault, facts.split_loop_fault, "")
@@ -112,10 +117,10 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
 
 def _gpu(gpu: Gpu, level: str) -> Finding:
     """level: of a GPU that has no kernels."""
-    has, needed = (".".join(map(str, c)) for c in (gpu.capability, binaries.LOWEST_CAPABILITY))
+    has = ".".join(map(str, gpu.capability))
     text = f"GPU {gpu.index}: {gpu.name}, capability {has}"
     if gpu.capability < binaries.LOWEST_CAPABILITY:
-        return Finding(level, f"{text}; kernels need {needed}: everything is left to Inductor")
+        return Finding(level, f"{text}; kernels need {_CAPABILITY}: everything is left to Inductor")
     size = f"{gpu.multiprocessors} multiprocessors, {gpu.memory_gib:g} GiB"
     return Finding(OK, f"{text} ({gpu.arch}), {size}")
 
@@ -132,7 +137,9 @@ def _compilers(facts: Facts) -> Iterator[Finding]:
         counts = ", ".join(f"{count} for {arch}" for arch, count in facts.brought.items())
         yield Finding(OK, f"kernels that came with the package: {counts}")
     elif not facts.is_checkout and facts.gpus:
-        yield Finding(NOTE, "no kernel of the package is used: a model's first call compiles all")
+        yield Finding(
+            NOTE, "none of the package's kernels are used: a model's first call compiles all"
+        )
     if facts.launcher_fault:
         text = f"the kernel launcher cannot be built: {facts.launcher_fault}"
         yield Finding(_needed(facts), f"{text}; or install the wheel, which has it")

@@ -132,7 +132,7 @@ def _run(case: Case, device: torch.device) -> tuple[str, dict[str, Any]]:
         return FAIL, {**said, "detail": f"not fused: {why_not(case, model, x, options)}"}
     ran = "" if case.is_chosen or device.type == "cpu" else kernel_of(case, model, x, options)
     if ran and ran.split()[0] != case.loop:
-        return NOTE, {**said, "ran": ran, "detail": f"{case.loop} does not take it here"}
+        return NOTE, {**said, "ran": ran, "detail": f"{case.loop} does not accept it here"}
     return OK, {**said, "ran": ran}
 
 

@@ -51,7 +51,8 @@ def explain(
 
     model: may be a `torch.export.ExportedProgram`, in the mode in which it was exported.
     train: True traces it in training mode with gradients, False in eval mode without; by default
-    modes stay as they are. options: as for the backend ("patterns" and "verify" matter here).
+    modes stay as they are. options: as for the backend; on a CPU, {"cpu_ops": True} reports every
+    site that could be fused.
     kwargs: named inputs of the model that are called `train`, `options`, `kwargs` or `model`.
 
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table. Raises

@@ -68,7 +68,7 @@ def fit(
     if fakes.mask is not None and fakes.mask.dtype is not torch.bool:
         numbers = held(mask, known())
         if not _is_taken_as_it_is(fakes.mask, numbers, was, region):
-            return "", f"{why}; its mask is of {fakes.mask.dtype}, and a kernel would round it"
+            return "", f"{why}; its mask has dtype {fakes.mask.dtype}, which a kernel would round"
         call = replace(call, absorbs=_may_absorb(numbers, was.dtype))
         fakes = replace(fakes, absorbs=call.absorbs)
     try:

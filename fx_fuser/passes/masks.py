@@ -407,7 +407,7 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
         if bool(seen.all()):
             return "open"
         if length[0] != length[1]:  # kernels align the diagonal differently
-            raise Stays(f"its mask is of {length[0]} queries and {length[1]} keys")
+            raise Stays(f"its mask has {length[0]} queries and {length[1]} keys")
         causal = torch.ones(length, dtype=torch.bool, device=mask.device).tril()
         if not bool((seen == causal).all()):
             raise Stays("its mask is not causal")

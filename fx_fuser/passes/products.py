@@ -1,4 +1,4 @@
-"""Inductor's graph of ATen operations → the same, with fp32 gemms by the split kernel where faster.
+"""Inductor's graph of ATen operations → the same, with fp32 gemms by the split kernel if faster.
 
 Some gemms show only in this graph: those in `F.multi_head_attention_forward`, in an attention
 computed as written, in an einsum or an LSTM, and those of every backward. They have no tail to

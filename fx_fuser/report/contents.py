@@ -25,7 +25,7 @@ class SiteReport:
     grown ends, and why; empty if nothing follows it.
     anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
     in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
-    something else is in the way. native: does an op of fx_fuser's run it? Not on a CPU, where a
+    something else is in the way. native: does one of fx_fuser's ops run it? Not on a CPU, where a
     named pattern that is found becomes plain operations again. bytes_saved, launches_saved, kept
     (for backward: node → bytes): see `fx_fuser.report.traffic`; None if sizes are unknown, or
     none of fx_fuser's kernels run.
@@ -234,9 +234,9 @@ class Contents:
             "open": "The attention mask at {} is all true, so it is no longer read.",
             "": "The attention mask at {} stays: {}",
             FORM: "The attention at {} is rewritten for a fused kernel: {}",
-            FORMULA: "The attention at {} runs as matmul and softmax, as no fused kernel takes it: "
-            "{}",
-            GATHER: "The gather at {} is one of fx_fuser's: {}",
+            FORMULA: "The attention at {} runs as matmul and softmax, because no fused kernel "
+            "accepts it: {}",
+            GATHER: "The gather at {} runs as fx_fuser's: {}",
         }
         return "\n".join(
             said[mask.done].format(f"{mask.where}{f' ×{n}' if n > 1 else ''}", mask.reason)
@@ -281,7 +281,7 @@ def _said_of_head(counted: tuple[HeadReport, int]) -> str:
         return f"{said} is not fused with its Linear: {head.reason}"
     held = "" if head.bytes is None else f": {text_of(head.bytes)} less memory at once"
     without = "a gradient of all logits" if head.stay else "the logits of all"
-    return f"{said} runs with its Linear, in pieces of rows, without {without}{held}"
+    return f"{said} runs with its Linear, in chunks of rows, without {without}{held}"
 
 
 def _counted(count: int, one: str, many: str = "") -> str:

@@ -16,7 +16,8 @@ from fx_fuser.options import Options
 _ON_GPU = "Run explain on a GPU to see what is fused there, and why the rest is not."
 ON_CPU = (
     "fx_fuser has no kernels for a CPU: Inductor compiles your model as it is. This report lists "
-    f"what matches its patterns. {_ON_GPU}"
+    f"what matches its patterns. {_ON_GPU} With options={{'cpu_ops': True}} it lists here every "
+    "site that could be fused."
 )
 _CPU_OPS = (
     "fx_fuser has no kernels for a CPU: with option 'cpu_ops' its ops run as plain torch "

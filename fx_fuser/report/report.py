@@ -182,7 +182,7 @@ class Report(Contents):
         return html_of(self)
 
     def is_read(self) -> bool:
-        """Does anybody read what `publish` writes, the log or the trace?"""
+        """Is the log or the trace on, to which `publish` writes?"""
         # torch always has a handler, which writes nothing without a folder (TORCH_TRACE).
         handlers = torch._logging._internal.trace_log.handlers
         traced = any(getattr(handler, "root_dir", "") is not None for handler in handlers)

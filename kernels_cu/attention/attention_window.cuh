@@ -3,7 +3,7 @@
 //
 // So many keys fit in the registers of one warp with its 16 queries, so that softmax is done once,
 // by the formula: a row that sees nothing is NaN, or 0 as in torch's fused attention. The bias,
-// fp32, lies in shared memory as accumulators do, with -inf for keys that are none. A block has one
+// fp32, lies in shared memory as accumulators do, with -inf beyond the last key. A block has one
 // head and one bias, and goes through batches that share it, the next of which is on its way
 // meanwhile. NOTES.md has the arithmetic.
 //
@@ -229,7 +229,7 @@ __device__ __forceinline__ T* head_at(const BiasRows& rows, int batch, int head)
   return static_cast<T*>(rows.data) + (batch * rows.batch_stride + head * rows.head_stride);
 }
 
-// Rows and elements that are none are zeros.
+// Rows and elements beyond the tensor's are zeros.
 template <class T, int kD>
 __device__ __forceinline__ void copy_tile(uint32_t to, const BiasRows& from, int batch, int head,
                                           int rows, int d) {

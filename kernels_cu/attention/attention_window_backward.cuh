@@ -5,8 +5,7 @@
 //
 // One pass: a warp has all keys of its queries, so nothing of the forward is read but its operands.
 // P and G go through shared memory in 16 bits to the warps of keys. The bias's gradient stays in
-// registers while batches pass; what blocks have of it is added up by a kernel behind, in one
-// order.
+// registers while batches pass; a second kernel adds the sums of all blocks in a fixed order.
 //
 //   FX_FUSER_ATTENTION_WINDOW_BACKWARD(/*shape*/ 0, Epilogue, /*scalars*/ 0, /*Acc*/ float,
 //                                      /*Out*/ __nv_bfloat16, /*q, k, v*/ __nv_bfloat16)
@@ -140,7 +139,7 @@ __device__ __forceinline__ void run_backward(const WindowArgs& args) {
   if (args.d_bias != nullptr) store_bias_gradient(args, d_bias, Lane());
 }
 
-// to = the sum over chunks, in one order.
+// to = the sum over chunks, in a fixed order.
 __device__ __forceinline__ void add_chunks(const WindowSumArgs& args) {
   __shared__ float part[kWindowSumRows][kWindowSumColumns];
   const int column = static_cast<int>(threadIdx.x) % kWindowSumColumns;

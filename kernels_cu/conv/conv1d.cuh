@@ -1,6 +1,6 @@
 // z[b, t, o] = sum over taps k and channels i of a group of x[b, t + k - padding, i] w[k, o, i],
 // + bias[o], of bf16 or fp16: the convolution along one dimension, in groups, of stride 1. By
-// mma.sync, for sm_80 and later. Its gradient by x is the same sum of the taps in reverse.
+// mma.sync, for sm_80 and later. Its gradient of x is the same sum of the taps in reverse.
 //
 // A block has some frames t of one batch and group. The frames of x that they see are brought to
 // shared memory once; the left operand of tap k is these rows from row k on, which costs ldmatrix

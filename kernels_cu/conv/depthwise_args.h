@@ -82,10 +82,10 @@ struct DepthwiseArgs : DepthwiseGrid {
   void* c;             // the convolution itself, of x's type and out's layout, or null
   ConvOperand operand[kConvMaxOperands];
   float scalar[kMaxScalars];
-  int32_t turned;  // is the window turned round, as the gradient by x has it?
+  int32_t turned;  // is the window reversed, as the gradient of x has it?
 };
 
-// ---- the gradient by x, of a stride of 2 --------------------------------------------------------
+// ---- the gradient of x, with stride 2 -----------------------------------------------------------
 
 constexpr int kDepthwiseInputThreads = 64;
 
@@ -119,7 +119,7 @@ struct DepthwiseInputArgs : DepthwiseGrid {
   void* dx;            // [n, c, h, w], channels_last
 };
 
-// ---- the gradient by the weight -----------------------------------------------------------------
+// ---- the gradient of the weight -----------------------------------------------------------------
 
 constexpr int kDepthwiseWeightThreads = 128;
 constexpr int kDepthwiseSumLanes = 32;  // channels of a block that adds up what blocks have found

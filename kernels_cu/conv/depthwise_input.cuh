@@ -1,6 +1,6 @@
 // dx[n, c, y, x] = sum over i, j of dz[n, c, (y + top - i) / 2, (x + left - j) / 2] weight[c, 0, i,
-// j], where these divide, of bf16 or fp16 in channels_last: the gradient by x of depthwise.cuh with
-// a stride of 2. (With a stride of 1 it is that kernel's, the window turned round.) For sm_80 and
+// j], where these divide, of bf16 or fp16 in channels_last: the gradient of x of depthwise.cuh with
+// a stride of 2. (With a stride of 1 it is that kernel's, the window reversed.) For sm_80 and
 // later.
 //
 // A thread walks down dz. A row of it is read once and added to every row of dx that depends on it;

@@ -226,7 +226,7 @@ struct Rows {
   }
 };
 
-// Copies the weights of a block's channels, turned round if `turned`. Called by all of its threads.
+// Copies the weights of a block's channels, reversed if `turned`. Called by all of its threads.
 template <int kTaps, int kThreads, class X>
 __device__ __forceinline__ void copy_weights(X* to, const void* weight, const DepthwiseGrid& args,
                                              int first, int channels, bool turned) {

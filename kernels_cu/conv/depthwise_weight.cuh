@@ -5,7 +5,7 @@
 // A thread walks down the image as the convolution does. It keeps the window's sums, and of dz as
 // many rows as the window is high, each of which meets every row of x that it depends on: x and dz
 // are read once. Blocks go through all items of their channels, then the threads of the same
-// channel are added up in a block, and blocks by a second kernel, always in one order.
+// channel are added up in a block, and blocks by a second kernel, always in a fixed order.
 //
 //   FX_FUSER_DEPTHWISE_WEIGHT(/*kernel_h*/ 7, /*kernel_w*/ 7, /*stride*/ 1, functor, /*scalars*/ 0,
 //                             /*Acc*/ float, /*Out*/ __half, /*x, dz*/ __half)

@@ -1,4 +1,4 @@
-// Attention of windows of 16 bits with a bias, and its backward: which tensors, launches.
+// 16-bit attention of windows with a bias, and its backward: which tensors, launches.
 #pragma once
 
 #include <algorithm>

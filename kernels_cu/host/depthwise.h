@@ -257,7 +257,7 @@ bool are_aligned(const Tensor& x, const Tensor& out, const std::optional<Tensor>
 }
 
 // out = epilogue(conv2d(x, weight, groups=channels)), and c, the convolution itself, if given.
-// turned: by the window turned round.
+// turned: by the window reversed.
 // Returns false, without a launch, if the kernel does not support these shapes or strides.
 bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,
                    const std::vector<int64_t>& padding, const Tensor& out,

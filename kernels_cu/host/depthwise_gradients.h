@@ -1,4 +1,4 @@
-// The depthwise convolution in training: the gradients by x and by the weight, and all of it as
+// The depthwise convolution in training: the gradients of x and of the weight, and all of it as
 // graphs call it. fx_fuser/ops/depthwise says what the arguments mean.
 #pragma once
 
@@ -101,7 +101,7 @@ struct DepthwiseCall {
   bool is_taken_ = false;
 };
 
-// ---- the gradient by x, of a stride of 2 --------------------------------------------------------
+// ---- the gradient of x, with stride 2 -----------------------------------------------------------
 
 // dx, in channels_last, of dz and the weight. Returns false, and launches nothing, if the kernel
 // does not take these tensors.
@@ -145,7 +145,7 @@ bool run_depthwise_input(const DepthwiseInputKernels& kernels, const Tensor& dz,
   return true;
 }
 
-// ---- the gradient by the weight -----------------------------------------------------------------
+// ---- the gradient of the weight -----------------------------------------------------------------
 
 // dw, contiguous, of x and dz. Returns false, and launches nothing, if the kernels do not take
 // these tensors.

@@ -297,7 +297,7 @@ GroupedCut best_cut(const GroupedWindow& of, const GroupedLimits& limits, bool o
 
 // [slice's units, slice's tiles, images, rows, columns, buffers, blocks a multiprocessor, slices,
 // tiles, workers, bytes of shared memory]; empty if no kernel supports these sizes or operands.
-// sizes: as in `conv_shape_of`. tiles: the kernel's. of_weight: of the gradient by the weight.
+// sizes: as in `conv_shape_of`. tiles: the kernel's. of_weight: of the gradient of the weight.
 std::vector<int64_t> grouped_cut(const std::vector<int64_t>& sizes,
                                  const std::vector<int64_t>& stride,
                                  const std::vector<int64_t>& dilation, int64_t groups,

@@ -49,7 +49,7 @@ int64_t load_grouped_weight(const Sources& from) {
 }
 const AddLoader kGroupedWeightLoader("grouped_weight", load_grouped_weight);
 
-// ---- the gradient by x --------------------------------------------------------------------------
+// ---- the gradient of x --------------------------------------------------------------------------
 
 // What reaches x's rows, or columns, first + stride · i, i < count: a convolution of dz by some of
 // the taps, last first.
@@ -152,7 +152,7 @@ bool run_grouped_input(const GroupedKernels& kernels, const Tensor& dz, const Te
   return true;
 }
 
-// ---- the gradient by the weight -----------------------------------------------------------------
+// ---- the gradient of the weight -----------------------------------------------------------------
 
 // dw [o, c / groups, kernel_h, kernel_w], of any strides. Returns false, without a launch, if the
 // kernel does not support these shapes or strides. wish: a tile for benchmarks.

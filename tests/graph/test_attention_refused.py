@@ -1,4 +1,4 @@
-"""What looks like attention and is none that can be described: refused, in words that say why."""
+"""What looks like attention but cannot be described is refused, with the reason."""
 
 from __future__ import annotations
 

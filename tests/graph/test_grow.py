@@ -1,4 +1,4 @@
-"""Grown tails: where no named pattern fits, the largest pointwise region behind an anchor is taken.
+"""Grown tails: where no named pattern fits, the largest pointwise region after an anchor is taken.
 
 What is taken is given as the epilogue's text, "" for z alone; `helpers.check` proves the numbers.
 """

@@ -1,4 +1,4 @@
-"""A product whose factor is an operation behind a transpose of an anchor's value.
+"""A product whose factor is an operation after a transpose of an anchor's value.
 
     e = lin(y); relu(x @ (e.t() * 3))
 

@@ -319,9 +319,9 @@ def refusals(failures: list[str]) -> None:
         ("wide", problem_of((2, 8, 20, 500), (64, 8, 3, 3)), False),
         ("strides of dy", replace(usual, dy=usual.dy.mT.contiguous().mT), False),
         ("strides of x", replace(usual, x=usual.x.mT.contiguous().mT), False),
-        ("a factor a channel", scaled(torch.randn(64, 1, 1, device=CUDA)), True),
-        ("a factor a pixel", scaled(torch.randn(18, 18, device=CUDA)), False),
-        ("a factor a sample", scaled(torch.randn(2, 1, 1, 1, device=CUDA)), False),
+        ("a factor per channel", scaled(torch.randn(64, 1, 1, device=CUDA)), True),
+        ("a factor per pixel", scaled(torch.randn(18, 18, device=CUDA)), False),
+        ("a factor per sample", scaled(torch.randn(2, 1, 1, 1, device=CUDA)), False),
     ):
         if attempt(problem) != taken:
             failures.append(f"{what}: {'refused' if taken else 'taken'}")

@@ -1,4 +1,4 @@
-"""The dense gemm of 16 bits on the CPU emulator, which has no TF32, by the checks that it passes on
+"""The 16-bit dense gemm on the CPU emulator, which has no TF32, by the checks that it passes on
 a GPU."""
 
 from __future__ import annotations

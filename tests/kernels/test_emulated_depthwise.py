@@ -104,7 +104,7 @@ def test_as_graphs_call_it(gpu: EmulatedGpu) -> None:
 def test_a_kernel_that_nobody_has_loaded_is_loaded(
     gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the op's own call, as where Inductor's cache has the graph. A window turned round."""
+    """By the op's own call, as where Inductor's cache has the graph. A window reversed."""
     spec = dataclasses.replace(training.input_spec_of((3, 3), 1, F16), use="of this test")
     monkeypatch.setattr(training, "offered", lambda: [spec])
     asked: list[KernelSpec] = []

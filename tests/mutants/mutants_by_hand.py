@@ -123,10 +123,10 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "by hand: the fastest of what is written", CLOCK,
         "if contest.gains(fused, min(by_hand)):", "if contest.gains(fused, max(by_hand)):",
-        (f"{CHOICE}::test_the_clock_decides[ms1-0.3 ms as it is written, 0.9 fused]",),
+        (f"{CHOICE}::test_the_clock_decides[ms1-0.3 ms as written, 0.9 fused]",),
     ),
     (
-        "by hand: weights that nobody reads", MULTI_HEAD,
+        "by hand: weights that nothing reads", MULTI_HEAD,
         'if not given.get("need_weights") or not all(map(_is_result, node.users)):',
         'if not given.get("need_weights"):',
         (f"{OF_HEADS}_that_is_not_looked_at[True]",),
@@ -157,7 +157,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "windows: no scale behind the bias", WINDOWS,
         "            if is_biased:\n", "            if False:\n",
-        (f"{WINDOW_STAYS}[scaled_behind-scaled behind its bias]",),
+        (f"{WINDOW_STAYS}[scaled_behind-scaled after its bias]",),
     ),
     (
         "windows: no dropout", WINDOWS,
@@ -167,12 +167,12 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "windows: no number is added", WINDOWS,
         "if len(rest) != 1 or not isinstance(rest[0], Operand):", "if False:",
-        (f"{WINDOW_STAYS}[a_number-or a number]",),
+        (f"{WINDOW_STAYS}[a_number-other than one tensor]",),
     ),
     (
         "windows: each head has keys of its own", WINDOWS,
         "    if key is not keys or value is not values:\n", "    if False:\n",
-        (f"{WINDOW_STAYS}[few_keys-for several of its queries]",),
+        (f"{WINDOW_STAYS}[few_keys-serves several query heads]",),
     ),
     (
         "windows: queries that change behind their factor", WINDOWS,

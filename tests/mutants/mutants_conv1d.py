@@ -26,14 +26,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (LAID,),
     ),
     (
-        "conv1d: the gradient by x reads taps in reverse",
+        "conv1d: the gradient of x reads taps in reverse",
         SITE,
         "grouped = emit(_REVERSE, grouped, [3])",
         "pass",
         (f"{BACKWARD}[True-19-9-asked0]",),
     ),
     (
-        "conv1d: the gradient by x has another padding",
+        "conv1d: the gradient of x has another padding",
         SITE,
         "padding = self.weight.shape[2] - 1 - self.padding",
         "padding = self.padding",
@@ -75,7 +75,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (REFUSALS,),
     ),
     (
-        "conv1d: the clock decides",
+        "conv1d: timing decides",
         SHARED_SITE,
         "return contest.gains(ours, library)",
         "return True",

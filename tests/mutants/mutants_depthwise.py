@@ -20,14 +20,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (FORWARD.format("7-3-1-True"),),
     ),
     (
-        "depthwise: the gradient by x reads the window turned round",
+        "depthwise: the gradient of x reads the window reversed",
         SITE,
         "weight, kernel, padding, 1, True)",
         "weight, kernel, padding, 1, False)",
         (BACKWARD.format("7-3-1-asked1"),),
     ),
     (
-        "depthwise: the gradient by x has another padding",
+        "depthwise: the gradient of x has another padding",
         SITE,
         "padding = [k - 1 - p for k, p in zip(self.window, self.padding)]",
         "padding = self.padding",

@@ -68,7 +68,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (REFUSALS,),
     ),
     (
-        "pixels: the clock decides",
+        "pixels: timing decides",
         SITE,
         "return best if contest.gains(ours[best], library) else None",
         "return best",

@@ -5,7 +5,7 @@
 A program is text: a Linear, then in any order casts, views, slices of rows, scales and a soft cap,
 then one of the losses, with all their options; logits may be returned, at any step, or read for an
 accuracy, and the loss may be in a checkpoint or under another autocast. A third of the programs
-have a trap: something else reads or writes what lies between, or a step is none that a head has.
+have a trap: something else reads or writes what lies between, or a step is not one of a head's.
 A quarter multiply in fp32 what they cast up from 16 bits; returned logits are a trap of these.
 
 Without a trap the head must be one op with its loss. With or without, values and gradients are

@@ -1,4 +1,4 @@
-"""Views and pointwise operations behind a Linear, in random order: values, gradients and layout."""
+"""Views and pointwise operations after a Linear, in random order: values, gradients and layout."""
 
 from __future__ import annotations
 

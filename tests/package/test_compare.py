@@ -246,6 +246,10 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no inputs": (lambda: compared(LINEAR), "does not take these inputs: missing .* 'input'.*use"),
     "train": (lambda: compared(LINEAR, X, train="eval"), "train is 'eval', a str; give True or F"),
     "loss": (lambda: compared(LINEAR, X, loss="mse"), "loss is 'mse', a str; give a function of"),
+    "loss with labels": (
+        lambda: compared(LINEAR, X, train=True, loss=nn.CrossEntropyLoss()),
+        "loss does not take the model's result alone: missing a required argument: 'target'",
+    ),
     "columns": (lambda: compared(LINEAR, X, columns="eager"), "columns is 'eager', .*give a list"),
     "column": (lambda: compared(LINEAR, X, columns=["egaer"]), "columns has 'egaer', .*; give som"),
     "seconds": (lambda: compared(LINEAR, X, seconds=0), "seconds is 0, an int; give a number abov"),

@@ -51,7 +51,7 @@ def test_time_by_kind_has_what_took_some() -> None:
     ("name", "narrow", "said"),
     [
         (ODD, True, "not multiples of 8"),
-        (MATH_PATH, True, "attention by its formula"),
+        (MATH_PATH, True, "attention as matmul and softmax"),
         (SIMT, True, "fp32 gemms without tensor cores"),
         (TRANSFORM, True, "channels_last"),
         (TRANSFORM, False, "channels_last"),

@@ -95,7 +95,7 @@ def test_installed_says_it_too(lines: Callable[[], list[str]]) -> None:
 def test_nothing_is_counted_where_nobody_listens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Outcome, "line", lambda *_: pytest.fail("nobody reads it"))
+    monkeypatch.setattr(Outcome, "line", lambda *_: pytest.fail("nothing reads it"))
     with caplog.at_level(logging.WARNING, logger="fx_fuser"):
         torch.compile(nn.Linear(8, 4), backend="fx_fuser", options=OPTIONS)(torch.randn(4, 8))
 

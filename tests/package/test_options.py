@@ -29,6 +29,7 @@ ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     "misspelt plural": ({"pattern": ["one"]}, "did you mean 'patterns'?"),
     "misspelt cpu_ops": ({"cpu_op": True}, "did you mean 'cpu_ops'?"),
     "misspelt Inductor": ({"max_autotun": True}, "did you mean 'max_autotune'?"),
+    "unlike any": ({"precision": "tf32"}, "unknown option 'precision'; fx_fuser's are auto, "),
     "like nothing": ({"qqqqqqqq": 1}, "fx_fuser's are auto, cache_size, cpu_ops, fp32, inner,"),
     "inner": ({"inner": "tvm"}, "option 'inner' is 'tvm'; give one of inductor, aot_eager, eager"),
     "fp32": ({"fp32": "fp64"}, "'fp64'; give one of follow, split, ieee, tf32"),

@@ -12,11 +12,12 @@ ROOT = Path(__file__).parents[2]
 # Phrase, as a regular expression → what to write.
 BANNED = {
     r"(bytes|products) (that )?bound\b": "bandwidth-bound, compute-bound",
-    r"\bno multiple of": "not a multiple of",
+    r"\bno multiples? of": "not a multiple of, not multiples of",
     r"(?<!there )\bis no (anchor|architecture|attention|backend|case|entry)\b": "is not a …",
     r"(?<!there )\bis no (checkout|file|folder|report|tensor)\b": "is not a …",
     r"\bin the place of\b": "in place of, instead of",
-    r"\b(one|a number|a scale) a (channel|column|row)\b": "one per channel",
+    r"\b(one|a number|a scale|a factor) a (channel|column|row|pixel|sample)\b": "one per channel",
+    r"\ba (milli|micro)?second an? \w+": "a millisecond per layer",
     r"\bby the clock\b|on the host's clock": "wall time, measured time",
     r"\bas of `": "as in",
     r"where git cannot tell": "if there is no git",
@@ -45,8 +46,21 @@ BANNED = {
     r"none the worse": "unharmed",
     r"by habit": "by default",
     r"compiles? as meant": "compiles without spills",
-    r"that is none\b|is no(ne)? at all": "that does not, that is not a",
+    r"that (is|are) none\b|is none that|is no(ne)? at all": "that does not, that is not a",
+    r"of which only": "only its … is read",
+    r"(the|its|their) clock (decides|judges|knows|says|tells|wins)": "timing decides",
     r"for each sizes\b": "for each combination of sizes and strides",
+    r"\bgradients? by (x|z|the weight)\b": "gradient of x",
+    r"\bof a stride of": "with stride 2",
+    r"turned round": "reversed, flipped",
+    r"\bin one order\b": "in a fixed order",
+    r"\bwhere faster\b": "if faster, where that is faster",
+    r"\bbehind (an?|the) (anchor|convolution|gemm|Linear|loss|transpose)\b": "after a Linear",
+    r"\bruns? behind\b": "run after",
+    r"\b(gathers?|kernel|operations?|rows|windows) of 16 bits\b": "16-bit rows",
+    r"\bsurely\b": "known to, certain to",
+    r"nobody reads": "nothing reads",
+    r"\bas has\b|\bas have\b": "as … does",
     r"is to be this one of": "index of a result → the node that is to replace it",
 }
 FOLDERS = ("fx_fuser", "kernels_cu", "patterns", "benchmarks", "docs", "tests")
@@ -88,6 +102,8 @@ def test_no_page_or_source_has_one() -> None:
         ("a mask that\n  // hides\n  // nothing", "hides nothing"),
         ("# It takes the\n# host longer", "takes the host longer"),
         ("On a CPU no kernel\nof fx_fuser's runs", "kernel of fx_fuser's"),
+        ("// sums for the gradient\n// by the weight", "gradient by the weight"),
+        ("a pass that runs\nbehind all others", "runs behind"),
     ],
 )
 def test_a_planted_one_is_found(text: str, phrase: str) -> None:

@@ -331,7 +331,7 @@ def test_an_fp32_mask_that_a_kernel_would_round_stays_with_the_formula(
     report = fx_fuser.explain(attend, *inputs, options={"cpu_ops": True})
     mask = report.masks[-1]
     assert mask.done == "formula" and mask.reason == (
-        "its mask has 3 dimensions; its mask is of torch.float32, and a kernel would round it"
+        "its mask has 3 dimensions; its mask has dtype torch.float32, which a kernel would round"
     )
 
 

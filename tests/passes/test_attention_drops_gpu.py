@@ -1,4 +1,4 @@
-"""On a Hopper GPU: fp32 attention that drops weights, in a training step, is by our kernels where
+"""On a Hopper GPU: fp32 attention that drops weights, in a training step, is by our kernels if
 faster, and drops the same in forward and backward."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def calls(run: Any) -> set[str]:
 
 
 def check_on_kernels(attend: Any, inputs: list[Tensor], **options: Any) -> None:
-    """A kernel of 16 bits rounds probabilities, which the formula does not."""
+    """A 16-bit kernel rounds probabilities, which the formula does not."""
     run = compiled(attend, **ON_GPU, **options)
     check(by_formula(attend), inputs, run, factor=4)
     assert counters["fx_fuser_masks"]["form"]

@@ -392,4 +392,4 @@ def test_multi_head_attention_whose_weights_nobody_reads(kind: str) -> None:
     assert node.kwargs["need_weights"] is False
     assert node.kwargs["is_causal"] is kind.startswith("causal")
     (mask,) = seen.found[0].of_torch
-    assert mask.is_edit and mask.reason == "it makes weights that nobody reads"
+    assert mask.is_edit and mask.reason == "it returns weights that nothing reads"

@@ -132,8 +132,8 @@ def test_torchs_own_kernel_is_switched_off(
     "ms, reason",
     [
         ((1.0, 0.9, 0.3), ""),
-        ((1.0, 0.3, 0.9), "0.3 ms as it is written, 0.9 fused"),
-        ((0.3, 1.0, 0.3), "0.3 ms as it is written, 0.3 fused"),
+        ((1.0, 0.3, 0.9), "0.3 ms as written, 0.9 fused"),
+        ((0.3, 1.0, 0.3), "0.3 ms as written, 0.3 fused"),
         ((), "not enough memory to time it"),
     ],
 )
@@ -276,8 +276,8 @@ def test_explain_says_what_becomes_of_torchs_own() -> None:
             return made
 
     said = explained(MultiHead(0.0))
-    assert "is rewritten for a fused kernel: it makes weights that nobody reads" in said
-    assert "as no fused kernel takes it: it has dropout" in explained(MultiHead(0.1))
+    assert "is rewritten for a fused kernel: it returns weights that nothing reads" in said
+    assert "because no fused kernel accepts it: it has dropout" in explained(MultiHead(0.1))
 
 
 @pytest.mark.slow

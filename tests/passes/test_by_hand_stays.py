@@ -167,7 +167,7 @@ TAILS: dict[str, tuple[Attend, Sequence[Any], str]] = {
     "filled by less than all": (filled_by_less, qkv(), "not known to be lowest"),
     "a scale behind the mask": (scaled_behind_the_mask, qkv(), "scaled after its mask"),
     "causal from the last key": (
-        from_the_last_key, qkv(B, H, 5, D, keys=(B, H, L, D)), "of 5 queries and 12 keys"
+        from_the_last_key, qkv(B, H, 5, D, keys=(B, H, L, D)), "5 queries and 12 keys"
     ),
     "a scale that is a tensor": (by_a_tensor, [*qkv(), torch.tensor(0.3)], "mul of its scores"),
     "a scale for each head": (by_a_tensor, [*qkv(), torch.ones(H, 1, 1)], "mul of its scores"),
@@ -336,7 +336,7 @@ KINDS: dict[str, tuple[Attend, Sequence[Any], str]] = {
     "elements that are not adjacent": (plain, last_apart(), LAYOUT),
     "one sample of queries for all": (plain, [qkv(1, H, L, D)[0], *qkv()[1:]], "repeated"),
     "heads shared across": (plain, shared_across(), "not shared by neighbouring query heads"),
-    "more heads than a grid has": (plain, qkv(2, 2**16, 2, 8), "more than torch's kernel takes"),
+    "more heads than a grid has": (plain, qkv(2, 2**16, 2, 8), "more than torch's kernel accepts"),
     "heads that come in turns": (other_heads, qkv(B, 4, L, D, keys=(B, 2, L, D)), "needs a copy"),
 }
 

@@ -339,15 +339,15 @@ def bias_written_to(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
 
 
 STAY = [
-    (scaled_behind, "scaled behind its bias"),
+    (scaled_behind, "scaled after its bias"),
     (windows_first, "too few of its batches share a bias"),
     (capped, "tanh is applied"),
-    (a_number, "or a number"),
+    (a_number, "other than one tensor"),
     (a_factor_of_rows, "not one number of each head"),
     (divided_by_a_tensor, "is not by a number"),
     (over_queries, ""),
     (read_elsewhere, "also used by"),
-    (few_keys, "for several of its queries"),
+    (few_keys, "serves several query heads"),
     (written_to, "its result is written to"),
     (bias_written_to, "may be changed in place"),
 ]
@@ -391,7 +391,7 @@ def test_rows_off_16_bytes() -> None:
     def cut(packed: Tensor, table: Tensor, mask: Tensor) -> Tensor:
         return shared(packed[..., :8], table, mask)
 
-    stays(cut, [packed, table, mask], "rows of whole vectors")
+    stays(cut, [packed, table, mask], "rows of whole 16-byte vectors")
 
 
 def test_the_contest_runs_both() -> None:

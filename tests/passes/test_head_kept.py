@@ -485,7 +485,7 @@ def test_explain_says_what_is_saved() -> None:
     """The gradient of the loss by the logits, and that of zeros, but for a piece."""
     made, given = model(autocast(returned)), (rows(1, 200), labels(1, 200))
     report = fx_fuser.explain(made, *given, options={"cpu_ops": True})
-    assert "in pieces of rows, without a gradient of all logits: " in " ".join(str(report).split())
+    assert "in chunks of rows, without a gradient of all logits: " in " ".join(str(report).split())
     (head,) = report.heads
     logits, piece = 200 * V * 2, 200 * head_loss.width_of(V) * 2
     assert head.bytes == 2 * logits - piece

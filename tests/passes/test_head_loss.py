@@ -367,7 +367,7 @@ def test_explain_names_it() -> None:
     options = {"cpu_ops": True}
     report = fx_fuser.explain(made, rows(B, T), labels(B, T), options=options)
     for said in (" ".join(str(report).split()), report.to_html()):
-        assert "runs with its Linear, in pieces of rows, without the logits of all" in said
+        assert "runs with its Linear, in chunks of rows, without the logits of all" in said
     assert type(report).from_json(report.to_json()) == report
     small = fx_fuser.explain(model(viewed), rows(B, T), labels(B, T), options=options)
     assert "its logits are torch.float32" in " ".join(str(small).split())

@@ -1,4 +1,4 @@
-"""Losses behind a Linear that stay as they are written, and why."""
+"""Losses after a Linear that stay as they are written, and why."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def made(name: str) -> Any:
 
 
 def loss_of(model: Any, **named: Any) -> Program:
-    """Alone: nobody reads the logits."""
+    """Alone: nothing reads the logits."""
 
     def body(m: Program, tokens: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):

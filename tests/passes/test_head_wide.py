@@ -55,7 +55,7 @@ def likely_tokens(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 
 def written_result(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    """Nobody reads what is written."""
+    """Nothing reads what is written."""
     likely = likely_tokens(m, x, y)
     likely *= 0.5
     return likely.sin()
@@ -168,7 +168,7 @@ def test_forms(body: Body, dtype: torch.dtype) -> None:
 
 
 def test_of_fp32_weights_under_autocast_around_it() -> None:
-    """Where the casts are of what a Linear of 16 bits has made."""
+    """Where the casts are of what a 16-bit Linear has made."""
 
     def body(m: Program, x: Tensor, y: Tensor) -> Tensor:
         hidden = F.linear(x, m.w.t()[:K])

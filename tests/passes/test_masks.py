@@ -179,7 +179,7 @@ def test_lengths_that_differ() -> None:
     def last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, compared()[-1:])
 
-    assert [m.reason for m in read(attend, *qkv(2, S))] == ["its mask is of 2 queries and 6 keys"]
+    assert [m.reason for m in read(attend, *qkv(2, S))] == ["its mask has 2 queries and 6 keys"]
     assert [m.done for m in read(last, *qkv(1, S))] == ["open"]
 
 

@@ -276,7 +276,7 @@ def backward_spec(match: Match) -> KernelSpec | None:
 
 @pytest.mark.parametrize("factor", [(4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (6, 6), "learned"])
 def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any) -> None:
-    """Those of an epilogue that multiplies by one number a channel, of which none is asked for."""
+    """Those of an epilogue that multiplies by a number per channel, of which none is asked for."""
     learned = factor == "learned"
     scale = torch.randn((4, 1, 1) if learned else factor, requires_grad=learned)
 

@@ -151,9 +151,8 @@ def test_on_a_cpu_nothing_is_said_to_be_fused_or_saved(report: Report) -> None:
     """None of fx_fuser's kernels run there."""
     page = re.sub("<style>.*</style>", "", report.to_html(), flags=re.DOTALL)
     for text in (str(report), Page(page).text):
-        said = re.sub(
-            "to see what is fused there|not fused", "", " ".join(text.split()), flags=re.I
-        )
+        allowed = "to see what is fused there|not fused|every site that could be fused"
+        said = re.sub(allowed, "", " ".join(text.split()), flags=re.I)
         assert not re.search(r"\bfused\b", said)
         assert "saved" not in said.lower() and "launch" not in said
         assert "no kernels for a CPU" in said and "match" in said

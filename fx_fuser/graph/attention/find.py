@@ -3,7 +3,7 @@
 Each search starts at a softmax. It goes back through views and the steps of a tail to the product
 of q and k, and forward through casts, a dropout and views to the product with v. The axes of the
 first product are followed all the way (`fx_fuser.graph.attention.axes`), so that keys, queries and
-heads are known by how the graph got there. What is not surely attention is refused, with a reason.
+heads are known by how the graph got there. What may not be attention is refused, with a reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gathers along rows of 16 bits, by an index that batches share, and their gradient: how attention
+"""Gathers along 16-bit rows, by an index that batches share, and their gradient: how attention
 reads scores of relative positions.
 
 kernels_cu/attention/gather_rows.cuh, launched by kernels_cu/host/gather_rows.h.

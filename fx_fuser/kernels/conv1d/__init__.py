@@ -49,7 +49,7 @@ def _tile(channels: int, most: int) -> int:
 
 
 def spec_of(out_channels: int, dtype: torch.dtype) -> KernelSpec:
-    """The convolution's kernel. out_channels: of a group. Its gradient by x has those of x."""
+    """The convolution's kernel. out_channels: of a group. Its gradient of x has those of x."""
     columns = _STEP * _tile(out_channels, _MOST_COLUMNS // _STEP)
     return _spec(conv1d(columns), dtype)
 

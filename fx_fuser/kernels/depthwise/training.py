@@ -1,7 +1,7 @@
 """The depthwise convolution and its gradients in training, of 16-bit images in channels_last.
 
-The convolution, and its gradient by x where it has no stride, is kernels_cu/conv/depthwise.cuh;
-that gradient of a stride of 2 is depthwise_input.cuh, the gradient by the weight
+The convolution, and its gradient of x where it has no stride, is kernels_cu/conv/depthwise.cuh;
+that gradient with stride 2 is depthwise_input.cuh, the gradient of the weight
 depthwise_weight.cuh; kernels_cu/host/depthwise_gradients.h launches them.
 `fx_fuser.passes.depthwise` puts them into Inductor's graphs; no site is found for them.
 """
@@ -24,7 +24,7 @@ STRIDES = 1, 2
 
 @functools.cache
 def depthwise_input(kernel_h: int, kernel_w: int) -> Family:
-    """The gradients by x, of a stride of 2."""
+    """The gradients of x, with stride 2."""
     sizes = kernel_h, kernel_w
     header, macro = "conv/depthwise_input.cuh", "FX_FUSER_DEPTHWISE_INPUT"
     return Family(header, macro, "depthwise_input", sizes=sizes)
@@ -32,7 +32,7 @@ def depthwise_input(kernel_h: int, kernel_w: int) -> Family:
 
 @functools.cache
 def depthwise_weight(kernel_h: int, kernel_w: int, stride: int) -> Family:
-    """The gradients by the weight."""
+    """The gradients of the weight."""
     sizes = kernel_h, kernel_w, stride
     header, macro = "conv/depthwise_weight.cuh", "FX_FUSER_DEPTHWISE_WEIGHT"
     return Family(header, macro, "depthwise_weight", sizes=sizes)
@@ -49,14 +49,14 @@ def spec_of(window: Sequence[int], stride: int, dtype: torch.dtype) -> KernelSpe
 
 
 def input_spec_of(window: Sequence[int], stride: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel of the gradient by x."""
+    """The kernel of the gradient of x."""
     if stride == 1:
         return spec_of(window, 1, dtype)
     return _spec(depthwise_input(*window), dtype)
 
 
 def weight_spec_of(window: Sequence[int], stride: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel of the gradient by the weight."""
+    """The kernel of the gradient of the weight."""
     return _spec(depthwise_weight(*window, stride), dtype)
 
 

@@ -50,7 +50,7 @@ def grouped(tiles: int, is_mixed: bool, leaves: int) -> Family:
 
 @functools.cache
 def grouped_weight(tiles: int, is_mixed: bool) -> Family:
-    """The gradient by the weight."""
+    """The gradient of the weight."""
     header, macro = "conv/grouped_weight.cuh", "FX_FUSER_GROUPED_WEIGHT"
     return Family(header, macro, "grouped_weight", sizes=(tiles, int(is_mixed)))
 
@@ -61,14 +61,14 @@ def _spec(family: Family, dtype: torch.dtype) -> KernelSpec:
 
 
 def spec_of(inputs: int, outputs: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel without a tail, given the channels of a group. The gradient by x is the
+    """The kernel without a tail, given the channels of a group. The gradient of x is the
     convolution from its outputs to its inputs."""
     groups = unit_of(inputs, outputs)
     return _spec(grouped(grouped_tiles(groups * outputs), groups > 1, 0), dtype)
 
 
 def weight_spec_of(inputs: int, outputs: int, dtype: torch.dtype) -> KernelSpec:
-    """The kernel of the gradient by the weight, given the channels of a group."""
+    """The kernel of the gradient of the weight, given the channels of a group."""
     groups = unit_of(inputs, outputs)
     return _spec(grouped_weight(grouped_tiles(groups * outputs), groups > 1), dtype)
 
@@ -124,7 +124,7 @@ def grouped_cut(
         leaves: number of the epilogue's tensors that are one number per channel.
         operands: number of all of them; by default there are no others.
         shared_bytes: shared memory that a block may have on the GPU.
-        of_weight: of the gradient by the weight.
+        of_weight: of the gradient of the weight.
 
     Raises:
         BuildError: the shim does not compile or load.

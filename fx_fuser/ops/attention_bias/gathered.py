@@ -7,7 +7,7 @@ x is [..., rows, places] of 16 bits, the index [rows, columns] of int64, which a
 `transposed`: the last two dimensions of the result are exchanged, in memory too.
 
 torch's gradient of a gather adds to memory that others add to, in 16 bits. Here each place adds up
-what has been read from it, in one order, in fp32. That order is a function of the index alone:
+what has been read from it, in a fixed order, in fp32. That order is a function of the index alone:
 where layers share an index, AOTAutograd merges its calls.
 
 On CUDA kernels_cu/host/gather_rows.h runs the kernels. What these do not take runs by torch's

@@ -2,8 +2,8 @@
 `fx_fuser::run`.
 
 Tensors are laid out as the kernels read them: x and z [batch, frame, channel], the weight in
-*taps*, [group, tap, out channel of a group, in channel of a group]. The gradient by x is the same
-function of the gradient by z, with the taps in reverse, channels exchanged, and padding
+*taps*, [group, tap, out channel of a group, in channel of a group]. The gradient of x is the same
+function of the gradient of z, with the taps in reverse, channels exchanged, and padding
 taps - 1 - padding.
 
 On CUDA kernels_cu/host/conv1d.h runs the kernels. What these do not take runs by the library.
@@ -44,7 +44,7 @@ def _of_weight_like(x: Tensor, dz: Tensor, kernel: str, groups: int, padding: in
 
 def _of_weight(x: Tensor, dz: Tensor, kernel: str, groups: int, padding: int) -> list[Tensor]:
     (like,) = _of_weight_like(x, dz, kernel, groups, padding)
-    weight = like.permute(0, 2, 3, 1).flatten(0, 1)  # of which only the sizes are read
+    weight = like.permute(0, 2, 3, 1).flatten(0, 1)  # only its sizes are read
     numbers = [1], [padding], [1], False, [0], groups
     asked = [False, True, False]
     _, dw, _ = _aten.convolution_backward(dz.mT, x.mT, weight, None, *numbers, asked)

@@ -1,8 +1,8 @@
 """The depthwise convolution in training, as graphs call it: three functions of `fx_fuser::run`.
 
-Images are of 16 bits and in channels_last, weights contiguous. padding: [down, across], alike on
-both sides; window: its height and width. The gradient by x of a stride of 1 is the convolution of
-the gradient by z, with the window turned round (`turned`) and padding window - 1 - padding.
+Images are 16-bit and in channels_last, weights contiguous. padding: [down, across], alike on
+both sides; window: its height and width. The gradient of x with stride 1 is the convolution of
+the gradient of z, with the window reversed (`turned`) and padding window - 1 - padding.
 
 On CUDA kernels_cu/host/depthwise_gradients.h runs the kernels. What these do not take runs by the
 library.
@@ -64,7 +64,7 @@ def _of_input_like(
 
 
 def _of_input(dz: Tensor, weight: Tensor, kernel: str, padding: Pair, size: Pair) -> list[Tensor]:
-    (x,) = _of_input_like(dz, weight, kernel, padding, size)  # of which only the sizes are read
+    (x,) = _of_input_like(dz, weight, kernel, padding, size)  # only its sizes are read
     return [*map(_as_last, _gradients(dz, x, weight, padding, 2, [True, False, False]))]
 
 

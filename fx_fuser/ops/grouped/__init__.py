@@ -1,7 +1,7 @@
 """The grouped convolution and its gradients, as graphs call them: three functions of
 `fx_fuser::run`.
 
-Images are of 16 bits and in channels_last, weights of any strides. stride, padding and dilation are
+Images are 16-bit and in channels_last, weights of any strides. stride, padding and dilation are
 [down, across], padding is alike on both sides; window: its height and width.
 
 On CUDA kernels_cu/host/grouped.h runs the kernels. What these do not take runs by the library.
@@ -76,7 +76,7 @@ def _of_input(
     size: Pair,
 ) -> list[Tensor]:
     given = kernel, stride, padding, dilation, groups, size
-    (x,) = _of_input_like(dz, weight, *given)  # of which only the sizes are read
+    (x,) = _of_input_like(dz, weight, *given)  # only its sizes are read
     numbers = stride, padding, dilation, groups
     return [*map(_as_last, _gradients(dz, x, weight, numbers, [True, False, False]))]
 

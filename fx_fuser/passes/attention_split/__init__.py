@@ -1,4 +1,4 @@
-"""Inductor's graph of ATen operations → the same, with fp32 attention by fp16 halves where faster.
+"""Inductor's graph of ATen operations → the same, with fp32 attention by fp16 halves if faster.
 
 On CUDA, torch's attention of fp32 tensors without a mask is
 `aten._scaled_dot_product_efficient_attention` in this graph, F.multi_head_attention_forward's too.

@@ -1,5 +1,5 @@
 """Inductor's graph of ATen operations → the same, with 16-bit attention with a bias by fx_fuser's
-kernels where faster.
+kernels if faster.
 
 With a trained bias, torch has only its memory-efficient kernel, whose backward writes the bias's
 gradient of each batch and head; a sum over what shares the bias follows. Both are replaced,

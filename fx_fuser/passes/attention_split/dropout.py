@@ -1,5 +1,5 @@
 """Inductor's graph of forward and backward → the same, with attention that drops weights by our
-kernels where faster: of fp32 by fp16 halves, of 16 bits with a bias.
+kernels if faster: of fp32 by fp16 halves, of 16 bits with a bias.
 
 `fx_fuser.passes.attention_split` and its `biased` have the rest. Which weights are dropped depends
 on whose operation it is, so forward and backward are replaced together, before they are

@@ -96,7 +96,7 @@ class Race:
         log.info("attention of %s: by hand %s ms, fused %.4g", query.size, by_hand, fused)
         if contest.gains(fused, min(by_hand)):
             return ""
-        return f"{min(by_hand):.3g} ms as it is written, {fused:.3g} fused"
+        return f"{min(by_hand):.3g} ms as written, {fused:.3g} fused"
 
     def candidates(self, by_split: bool) -> list[Candidate]:
         """By the library's gemms and, if there are, split ones, in all combinations; then fused."""
@@ -134,7 +134,7 @@ class Race:
 # ---- of windows --------------------------------------------------------------------------------
 
 _LANES = 16  # of a row of torch's mask, at most, in whole vectors
-# Scores below which the launches of what is written take longer than what they do.
+# With fewer scores, launching the model's own operations takes longer than running them.
 _FEW_SCORES = 2**20
 # tests/passes/test_by_hand_windows_gpu.py is to run the kernels in place of torch's call first.
 SAFE_WINDOWS_HAVE_RUN = False
@@ -178,7 +178,7 @@ class Windows:
             raise Stays("too few of its batches share a bias")
         for name, form in self.forms.items():
             if name != "bias" and not biased.is_aligned(form):
-                raise Stays(f"its {name} does not lie in rows of whole vectors of 16 bytes")
+                raise Stays(f"its {name} does not have rows of whole 16-byte vectors")
         if on_cpu:
             return
         if self.is_safe and not SAFE_WINDOWS_HAVE_RUN:
@@ -202,7 +202,7 @@ class Windows:
         log.info("windows %s: as written %.4g ms, fused %.4g", query.size, written, fused)
         if contest.gains(fused, written):
             return ""
-        return f"{written:.3g} ms as it is written, {fused:.3g} fused"
+        return f"{written:.3g} ms as written, {fused:.3g} fused"
 
     def candidates(self) -> list[Candidate]:
         """As it is written, by the library or torch; fused."""

@@ -1,10 +1,10 @@
-"""`torch.gather` along rows of 16 bits, by an index that batches share → `fx_fuser::gather_rows`
+"""`torch.gather` along 16-bit rows, by an index that batches share → `fx_fuser::gather_rows`
 (`fx_fuser.ops.attention_bias.gathered`), in training.
 
 DeBERTa's attention reads scores of relative positions so, twice a layer: of the queries by a
 position of each key, and of the keys by a position of each query, transposed. In the backward
-Inductor adds all scores' gradients to memory one by one, by atomic operations of 16 bits, in the
-order in which softmax's backward finds them: a millisecond a layer of 16 x 384 tokens, where the
+Inductor adds all scores' gradients to memory one by one, by 16-bit atomic operations, in the
+order in which softmax's backward finds them: a millisecond per layer of 16 x 384 tokens, where the
 bytes take a tenth. In inference softmax gathers as fast itself.
 """
 
@@ -106,7 +106,7 @@ def _check(
     if any(type(t) is not FakeTensor or t.layout is not torch.strided for t in (x, index, was)):
         raise Stays("it is not of plain tensors")
     if x.dtype not in DTYPES or x.dtype not in dtypes or index.dtype != torch.int64:
-        raise Stays(f"it is of {x.dtype} by {index.dtype}")
+        raise Stays(f"it reads {x.dtype} at an index of {index.dtype}")
     if any(t.device.type != ("cpu" if options.cpu_ops else "cuda") for t in (x, index)):
         raise Stays("it is on another device")
     if not was.requires_grad:
@@ -119,11 +119,11 @@ def _check(
     if x.ndim < 3 or dim not in (-1, x.ndim - 1) or index.shape[:-1] != x.shape[:-1]:
         raise Stays("it is not along whole rows")
     if any(step and n > 1 for n, step in zip(index.shape[:-2], index.stride())):
-        raise Stays("batches have each an index")
+        raise Stays("each batch has its own index")
     if 0 in (*x.shape, *index.shape) or x.stride(-1) != 1:
-        raise Stays("it is empty, or places are not adjacent")
+        raise Stays("it is empty, or the elements of a row are not adjacent")
     if x.shape[-1] > gathered.PLACES or index.shape[-1] > gathered.COLUMNS:
-        raise Stays("no kernel takes rows of so many places or columns")
+        raise Stays("its rows or its index are longer than a kernel accepts")
 
 
 def _check_value(made: Any, was: Any) -> None:

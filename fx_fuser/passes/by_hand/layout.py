@@ -86,7 +86,7 @@ class Layout:
         if not isinstance(count, int):
             raise Stays("its number of heads is dynamic")
         if count > _MOST_HEADS:
-            raise Stays(f"it has {count} heads, more than torch's kernel takes")
+            raise Stays(f"it has {count} heads, more than torch's kernel accepts")
         return cls(site, (*shared[:at],), heads)
 
     def query(self, calls: Calls) -> Node:

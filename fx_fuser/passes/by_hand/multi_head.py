@@ -1,4 +1,4 @@
-"""`F.multi_head_attention_forward` that makes weights which nobody reads → the same without.
+"""`F.multi_head_attention_forward` that makes weights which nothing reads → the same without.
 
 nn.MultiheadAttention asks for them by default, and torch then computes attention by its formula.
 """
@@ -32,7 +32,7 @@ def why_formula(node: Node) -> str:
     given = _given(node) if node.target is F.multi_head_attention_forward else {}
     if not given.get("need_weights") or not all(map(_is_result, node.users)):
         return ""
-    return "it makes weights that nobody reads"
+    return "it returns weights that nothing reads"
 
 
 def _given(node: Node) -> dict[str, Any]:

@@ -6,7 +6,7 @@ attention, in 16 bits with a bias of fx_fuser's (`windows`).
 in all the forms that `fx_fuser.graph.attention` describes, where the tail is a scale and, at most,
 masks that are proven causal or all true (`fx_fuser.passes.masks`). `scaled_dot_product_attention`
 and `F.multi_head_attention_forward` too, where torch computes these by the formula: where several
-query heads share a head of keys, with other than four dimensions, and for weights that nobody
+query heads share a head of keys, with other than four dimensions, and for weights that nothing
 reads. Inductor's graph then has the operation that `fx_fuser.passes.attention_split` replaces. So
 it is done only where that pass would take it, and where our kernel is measured to be faster than
 what is written (`clock`).

@@ -84,7 +84,7 @@ def call(view: View, layout: Layout, calls: Calls, trains: bool, options: Option
         rows = calls.function(operator.mul, rows, layout.of_heads(calls, of_heads))
     (key, keys), (value, values) = layout.keys(calls), layout.values(calls)
     if key is not keys or value is not values:
-        raise Stays("a head of its keys is for several of its queries")
+        raise Stays("one key head serves several query heads")
     bias = layout.bias(calls, [*_added(site)])
     operands = [n.meta["example_value"] for n in (rows, key, value)]
     numbers = site.dtype, scale, site.is_safe
@@ -100,7 +100,7 @@ def _scale_of(site: AttentionSite) -> float:
     for step in site.tail:
         if step.op in ("mul", "div"):
             if is_biased:
-                raise Stays("its scores are scaled behind its bias")
+                raise Stays("its scores are scaled after its bias")
             is_number_alone = step.op == "div" or not any(isinstance(a, Operand) for a in step.args)
             scale *= factor_of(step) if is_number_alone else 1.0
         elif step.op == "add":
@@ -138,10 +138,10 @@ def _before_factor(view: View, site: AttentionSite) -> tuple[Operand, float]:
 def _check_bias(step: Step) -> None:
     rest = [a for a in step.args if a is not SCORE]
     if len(rest) != 1 or not isinstance(rest[0], Operand):
-        raise Stays("more than a tensor is added to its scores, or a number")
+        raise Stays("something other than one tensor is added to its scores")
     tensor = meta_tensor(rest[0].node)
     if tensor is None or tensor.dtype not in (*DTYPES, torch.float32):
-        raise Stays("what is added to its scores is of no dtype up to fp32")
+        raise Stays("what is added to its scores is wider than fp32 or not floating-point")
 
 
 def _check_dtypes(site: AttentionSite) -> None:
@@ -154,4 +154,4 @@ def _check_dtypes(site: AttentionSite) -> None:
             raise Stays(f"{name} are of {dtype}, its result is of {site.dtype}")
     between = {step.dtype for step in (*site.tail, *site.post)} | {site.weights}
     if not between <= {site.dtype, torch.float32}:
-        raise Stays("its scores are of more than fp32, or of another dtype of 16 bits")
+        raise Stays("its scores are wider than fp32, or of another 16-bit dtype")

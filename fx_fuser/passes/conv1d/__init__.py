@@ -1,5 +1,5 @@
 """Inductor's graph of ATen operations → the same, with 16-bit convolutions along one dimension, in
-groups and with long windows, by fx_fuser's kernels where faster.
+groups and with long windows, by fx_fuser's kernels if faster.
 
 The library has no fast kernel for them: the positional convolution of Wav2Vec2, HuBERT, WavLM and
 data2vec, of 128 taps in 16 groups, takes 34 of 42.5 ms of a training step on an H100.

@@ -64,7 +64,7 @@ class Conv1dSite(Site):
         return conv1d.spec_of(out if of is None else into, self.weight.dtype)
 
     def _taps(self, emit: Emit, weight: Any, turned: bool = False) -> Any:
-        """The weight in taps; turned: as the gradient by x reads it."""
+        """The weight in taps; turned: as the gradient of x reads it."""
         out, into = self._channels()
         sizes = [self.groups, out, into, self.weight.shape[2]]
         grouped = emit(_aten.view.default, weight, sizes)
@@ -100,7 +100,7 @@ class Conv1dSite(Site):
 
 def _rows(emit: Emit, value: Any) -> Any:
     """[batch, channel, frame] as [batch, frame, channel], copied where channels are not adjacent or
-    rows and batches are no multiples of 16 bytes."""
+    rows and batches are not multiples of 16 bytes."""
     seen = emit(_aten.permute.default, value, [0, 2, 1])
     fake = value.meta["val"] if isinstance(value, Node) else value
     is_laid = statically_known_true(fake.stride(1) == 1) and all(

@@ -6,7 +6,7 @@ what replaced the other. Each is timed against the library once for each set of 
 with all copies that change the layout of its operands and results. Inductor may fuse such a copy
 into what makes x, so that is the worst that may happen.
 
-The passes run behind all others over Inductor's graphs.
+The passes run after all others over Inductor's graphs.
 """
 
 from __future__ import annotations

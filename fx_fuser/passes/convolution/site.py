@@ -63,7 +63,7 @@ class Parts:
         """Why no kernel takes these tensors; empty if one may."""
         values = [node.meta.get("val") for node in self.tensors.values()]
         if not all(isinstance(v, Tensor) and v.layout == torch.strided for v in values):
-            return "an operand is no dense tensor"
+            return "an operand is not a dense tensor"
         if self.tensors.keys() < {"input", "weight"}:
             return "an operand is missing"
         found: list[Any] = values

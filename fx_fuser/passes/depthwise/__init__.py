@@ -1,5 +1,5 @@
 """Inductor's graph of ATen operations → the same, with 16-bit depthwise convolutions in
-channels_last, and their gradients, by fx_fuser's kernels where faster.
+channels_last, and their gradients, by fx_fuser's kernels if faster.
 
 The library's take 4.6 of 17.3 ms of a training step of ConvNeXt-T on an H100, whose bytes need 0.6;
 ours took 1.9 (kernels_cu/conv/NOTES_DEPTHWISE.md).

@@ -1,7 +1,7 @@
 """Inductor's graph of ATen operations → the same, with 16-bit convolutions in groups, in
-channels_last, and their gradients, by fx_fuser's kernels where faster.
+channels_last, and their gradients, by fx_fuser's kernels if faster.
 
-The library's gradients by the weight take 2.4 of 17.7 ms of a training step of ResNeXt-50 on an
+The library's gradients of the weight take 2.4 of 17.7 ms of a training step of ResNeXt-50 on an
 H100, and layout conversions around its convolutions half of RegNet-Y's time in 16 bits
 (kernels_cu/conv/NOTES_GROUPED.md). In inference a convolution with a tail is a site of its own.
 """

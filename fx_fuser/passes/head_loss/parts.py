@@ -111,7 +111,7 @@ def parts_of(view: View, heads: dict[Node, Head]) -> Parts:
 
 
 def reads_all(head: Head) -> bool:
-    """Does it surely read all rows of the Linear's logits, however many there are?"""
+    """Is it known to read all rows of the Linear's logits, however many there are?"""
     made, used = (value_of(n).numel() for n in (head.logits[0], head.nodes[1]))
     return statically_known_true(made == used)
 

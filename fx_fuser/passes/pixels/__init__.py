@@ -1,11 +1,11 @@
 """Inductor's graph of ATen operations → the same, with 1 x 1 convolutions before a BatchNorm in
-training by fx_fuser's kernel where faster: it computes the statistics of what it stores, and the
+training by fx_fuser's kernel if faster: it computes the statistics of what it stores, and the
 pass over the result that reads it for them is saved.
 
 A node of `aten.var_mean` goes if it reads a convolution's result, cast up to fp32, over all
 dimensions but channels. How running statistics follow from mean and variance stays in the graph.
 
-The pass runs behind all others over Inductor's graphs.
+The pass runs after all others over Inductor's graphs.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _fault_of_numbers(given: Mapping[str, Any]) -> str:
 def _fault_of_tensors(values: Sequence[Any], device: str) -> str:
     """values: x, the weight and z."""
     if not all(isinstance(v, Tensor) and v.layout == torch.strided for v in values):
-        return "an operand is no dense tensor"
+        return "an operand is not a dense tensor"
     x, weight, z = values
     if weight.ndim != 4 or [*weight.shape[2:]] != [1, 1]:
         return "its window has more than one pixel"
@@ -210,7 +210,7 @@ def _fault_of_tensors(values: Sequence[Any], device: str) -> str:
     if any(n == 0 for n in z.shape):
         return "it is empty"
     if any(n % pixels.WIDTH for n in weight.shape[:2]):
-        return f"its channels are no multiples of {pixels.WIDTH}"
+        return f"its channels are not multiples of {pixels.WIDTH}"
     if not all(v.is_contiguous(memory_format=torch.channels_last) for v in (x, z)):
         return "it is not in channels_last"
     is_dense = weight.stride(0) == weight.shape[1] and weight.stride(1) == 1
