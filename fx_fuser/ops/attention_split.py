@@ -14,8 +14,7 @@ dropout by its formula.
 
 from __future__ import annotations
 
-import functools
-import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from torch import Tensor
 from fx_fuser.kernels import attention
 from fx_fuser.kernels.attention import bias as attention_bias
 from fx_fuser.kernels.attention import window as attention_window
-from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import attention_dropout, run
 
@@ -125,28 +123,10 @@ def _backward(
 run.define(FORWARD, _forward, _forward_like)
 run.define(BACKWARD, _backward, _backward_like)
 
-# The op that a function calls if its kernel is not loaded: if Inductor's cache had the graph, no
-# pass has seen it. It returns nothing: if the kernel does not build, the function finds none again,
-# and calls torch's from then on.
-_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-_LIBRARY.define("load_attention(Tensor q, str kernel) -> ()")
+
+def _offered() -> Iterator[KernelSpec]:
+    for kind in (attention, attention_bias, attention_window):
+        yield from kind.offered()
 
 
-@functools.cache
-def _specs() -> dict[str, KernelSpec]:
-    kinds = attention, attention_bias, attention_window
-    return {spec.name: spec for kind in kinds for spec in kind.offered()}
-
-
-def _load(q: Tensor, kernel: str) -> None:
-    try:
-        load.prepare([_specs()[kernel]], q.device)
-    except Exception as error:
-        warnings.warn(
-            f"fx_fuser leaves an attention to torch: {type(error).__name__}: {error}; "
-            "please report it",
-            stacklevel=2,
-        )
-
-
-_LIBRARY.impl("load_attention", _load, "CompositeExplicitAutograd")
+run.define_loader("load_attention", "an attention", _offered)

@@ -90,7 +90,7 @@ def define_loader(name: str, kind: str, offered: Callable[[], Iterable[KernelSpe
 
     def prepare(on: Tensor, kernel: str) -> None:
         try:
-            load.prepare([next(spec for spec in offered() if spec.name == kernel)], on.device)
+            load.prepare([{spec.name: spec for spec in offered()}[kernel]], on.device)
         except Exception as error:
             warnings.warn(
                 f"fx_fuser leaves {kind} to the library: {type(error).__name__}: {error}; "

@@ -17,7 +17,7 @@ from benchmarks.sm90 import relative
 from fx_fuser.kernels import attention
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.ops import attention_split, run
+from fx_fuser.ops import run
 from fx_fuser.ops.attention_split import BACKWARD, FORWARD, NO_DROPOUT
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
@@ -104,7 +104,7 @@ def not_loaded(use: str, monkeypatch: pytest.MonkeyPatch) -> KernelSpec:
     spec = attention.spec_for(64)
     assert spec is not None
     spec = dataclasses.replace(spec, use=use)
-    monkeypatch.setattr(attention_split, "_specs", lambda: {spec.name: spec})
+    monkeypatch.setattr(attention, "offered", lambda: [spec])
     return spec
 
 
@@ -139,7 +139,9 @@ def test_a_kernel_that_does_not_build_is_asked_for_once(
     monkeypatch.setattr(load, "prepare", prepare)
     q = heads(1, 5, 64)
     spec = not_loaded("never", monkeypatch)
-    with pytest.warns(UserWarning, match="leaves an attention to torch: OSError: the disk is full"):
+    with pytest.warns(
+        UserWarning, match="leaves an attention to the library: OSError: the disk is full"
+    ):
         for _ in range(3):
             (out,), launched = called(FORWARD, q, q, q, spec.name, 0.1, False, False, *NO_DROPOUT)
             assert launched == 0

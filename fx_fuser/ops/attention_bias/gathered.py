@@ -16,16 +16,12 @@ operations.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fx_fuser.kernels.attention import gathered
-from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 from fx_fuser.ops.once import differentiable_once
 
@@ -127,23 +123,4 @@ _LIBRARY.define("gather_rows(Tensor x, Tensor index, bool transposed=False) -> T
 _LIBRARY.impl("gather_rows", _composite, "CompositeImplicitAutograd")
 GATHER_ROWS = torch.ops.fx_fuser.gather_rows.default
 
-# What a function calls whose kernel nobody has loaded: see `fx_fuser.ops.attention_split`.
-_LIBRARY.define("load_gather_rows(Tensor x, str kernel) -> ()")
-
-
-@functools.cache
-def _specs() -> dict[str, KernelSpec]:
-    return {spec.name: spec for spec in gathered.offered()}
-
-
-def _load(x: Tensor, kernel: str) -> None:
-    try:
-        load.prepare([_specs()[kernel]], x.device)
-    except Exception as error:
-        warnings.warn(
-            f"fx_fuser leaves a gather to torch: {type(error).__name__}: {error}; please report it",
-            stacklevel=2,
-        )
-
-
-_LIBRARY.impl("load_gather_rows", _load, "CompositeExplicitAutograd")
+run.define_loader("load_gather_rows", "a gather", lambda: gathered.offered())
