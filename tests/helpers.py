@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 import fx_fuser
 from fx_fuser.graph.match.grow import AUTO
 from fx_fuser.options import Options
+from fx_fuser.verify.accuracy import Copier
 
 Body = Callable[..., Any]  # of a model: (model, *inputs) to outputs
 
@@ -137,19 +138,6 @@ def _flat(value: Any) -> list[Tensor]:
     return [t for v in value or () for t in _flat(v)]
 
 
-def _copy(tensor: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
-    copied = tensor.detach().clone()  # keeps the strides of dense tensors
-    if dtype is not None and tensor.is_floating_point():
-        copied = copied.to(dtype)
-    if copied.stride() != tensor.stride():
-        elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        whole = tensor.detach().as_strided((elements,), (1,), 0).clone().to(copied.dtype)
-        copied = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return copied.requires_grad_(tensor.requires_grad)
-
-
 def _random_like(outputs: Sequence[Tensor], narrow: Sequence[Tensor]) -> list[Tensor]:
     """One gradient an output: random, and a number that the narrow dtype holds."""
     generator = torch.Generator().manual_seed(1)
@@ -177,7 +165,7 @@ def run(
     model = copy.deepcopy(model).train(train)
     if dtype is not None:
         model = model.to(dtype)
-    copies = [_copy(i, dtype) for i in inputs]
+    copies = [*map(Copier(dtype), inputs)]
     with torch.set_grad_enabled(grad):
         outputs = _flat(call(model)(*copies))
     made = Run({str(i): o.detach().clone() for i, o in enumerate(outputs)})
@@ -355,7 +343,7 @@ def refused(
     check(model, *inputs, fuses={}, **settings)
     if explain:
         torch._dynamo.reset()
-        report = fx_fuser.explain(copy.deepcopy(model), *[_copy(i, None) for i in inputs])
+        report = fx_fuser.explain(copy.deepcopy(model), *map(Copier(), inputs))
         assert not report.fused
         reasons = [s.reason for s in report.refused]
         assert any(reason in r for r in reasons), reasons
