@@ -1,0 +1,248 @@
+"""A frozen BatchNorm that is written as plain operations becomes a call of batch_norm, for
+matching:
+
+    scale = weight * (running_var + eps).rsqrt()        of vectors, or of [1, C, 1, 1]
+    conv(x) * scale + (bias - running_mean * scale)
+
+torchvision's FrozenBatchNorm2d is this, and DETR's, detectron2's and transformers'. As a batch_norm
+in evaluation it is one node of the anchor Conv2d → BatchNorm, whose scale folds into the weight.
+What is not fused becomes the operations again, as the user wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fx_fuser.graph.prepare.reindex import is_view
+from fx_fuser.graph.read.canonical import Operand, is_number
+from fx_fuser.graph.read.nodes import as_written, called_in_place, meta_tensor, storages
+from fx_fuser.graph.read.source import called_name
+from fx_fuser.graph.read.view import View
+
+_ROOTS = frozenset({"rsqrt", "sqrt"})
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """One that was found. node: its sum; product: what the sum adds the shift to; vectors:
+    running_mean, running_var, weight, bias; made: every operation between these and the sum."""
+
+    node: Node
+    product: Node
+    convolution: Node
+    vectors: tuple[Node, Node, Node, Node]
+    eps: float
+    made: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Those of a graph, with their sums and products as they were written."""
+
+    norms: tuple[tuple[_Norm, dict[str, Any], dict[str, Any]], ...] = ()
+
+    def restore(self) -> None:
+        """Write out what was not fused. Of the others erase what nothing reads any more."""
+        for norm, of_sum, of_product in self.norms:
+            if norm.node._erased:
+                for node in reversed(norm.made):
+                    if not node._erased and not node.users:
+                        node.graph.erase_node(node)
+                continue
+            # Its convolution may have been replaced since.
+            of_product = _with(of_product, {norm.convolution: norm.node.args[0]})
+            with norm.node.graph.inserting_before(norm.node):
+                product = norm.node.graph.create_node(**of_product)
+            product.meta = norm.product.meta
+            _write(norm.node, _with(of_sum, {norm.product: product}))
+
+
+def as_batch_norms(graph: Graph) -> Frozen:
+    """Make each a call of F.batch_norm."""
+    if not any(called_name(node) in _ROOTS for node in graph.nodes):
+        return Frozen()
+    view = View(graph)
+    found = []
+    for node in view.nodes:
+        with suppress(Exception):  # a node that cannot be read raises again where its site is found
+            found += [norm for norm in _norms_at(view, node) if _is_safe(view, norm)][:1]
+    norms = []
+    for norm in found:
+        norms.append((norm, as_written(norm.node), as_written(norm.product)))
+        operands = (norm.convolution, *norm.vectors)
+        _write(norm.node, {
+            "op": "call_function", "target": F.batch_norm, "args": operands,
+            "kwargs": {"training": False, "eps": norm.eps},
+        })  # fmt: skip
+        graph.erase_node(norm.product)
+    return Frozen(tuple(norms))
+
+
+def _with(written: Mapping[str, Any], now: Mapping[Node, Node]) -> dict[str, Any]:
+    """What a node calls, with these nodes in place of others."""
+    given = map_arg((written["args"], written["kwargs"]), lambda n: now.get(n, n))
+    return {**written, "args": given[0], "kwargs": given[1]}
+
+
+def _write(node: Node, call: Mapping[str, Any]) -> None:
+    for name, value in call.items():
+        setattr(node, name, value)
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+def _norms_at(view: View, node: Node) -> Iterator[_Norm]:
+    """Those whose sum the node may be."""
+    for product, shift in _orders(view, node, "add"):
+        for convolution, scale in _orders(view, product, "mul"):
+            of_conv = view.written(convolution) if isinstance(convolution, Node) else None
+            if of_conv is None or of_conv.op != "conv2d":
+                continue
+            if not isinstance(scale, Node) or not isinstance(shift, Node):
+                continue
+            of_scale = _base(view, scale)
+            for weight, variance, eps in _scales(view, of_scale):
+                for mean, bias in _shifts(view, shift, of_scale):
+                    vectors = mean, variance, weight, bias
+                    made = _made({scale, shift}, vectors)
+                    yield _Norm(node, product, convolution, vectors, eps, made)
+
+
+def _orders(view: View, operand: Operand, op: str) -> Iterator[tuple[Any, Any]]:
+    """The two operands of such a sum or product, in either order."""
+    written = view.written(operand) if isinstance(operand, Node) else None
+    if written is not None and written.op == op and len(written.args) == 2:
+        yield written.args[0], written.args[1]
+        yield written.args[1], written.args[0]
+
+
+def _base(view: View, operand: Operand) -> Any:
+    """The operand behind views and casts."""
+    while isinstance(operand, Node):
+        written = view.written(operand)
+        if is_view(operand):
+            (operand, *_) = operand.args
+        elif written is not None and written.op in ("identity", "cast"):
+            (operand,) = written.args
+        else:
+            break
+    return operand
+
+
+def _scales(view: View, scale: Any) -> Iterator[tuple[Any, Any, float]]:
+    """(weight, variance, eps) of weight * rsqrt(variance + eps), or weight / sqrt(variance + eps)."""
+    for weight, root in _orders(view, scale, "mul"):
+        for variance, eps in _roots(view, root, "rsqrt"):
+            yield _base(view, weight), variance, eps
+    written = view.written(scale) if isinstance(scale, Node) else None
+    if written is not None and written.op == "div":
+        weight, root = written.args
+        for variance, eps in _roots(view, root, "sqrt"):
+            yield _base(view, weight), variance, eps
+
+
+def _roots(view: View, root: Operand, op: str) -> Iterator[tuple[Any, float]]:
+    base = _base(view, root)
+    written = view.written(base) if isinstance(base, Node) else None
+    if written is None or written.op != op:
+        return
+    under = _base(view, written.args[0])
+    yield under, 0.0
+    for variance, eps in _orders(view, under, "add"):
+        if is_number(eps) and eps >= 0:
+            yield _base(view, variance), float(eps)
+
+
+def _shifts(view: View, shift: Operand, scale: Any) -> Iterator[tuple[Any, Any]]:
+    """(mean, bias) of bias - mean * scale."""
+    base = _base(view, shift)
+    written = view.written(base) if isinstance(base, Node) else None
+    if written is None or written.op != "sub" or len(written.args) != 2:
+        return
+    bias, moved = written.args
+    for mean, factor in _orders(view, _base(view, moved), "mul"):
+        if _base(view, factor) is scale:
+            yield _base(view, mean), _base(view, bias)
+
+
+def _made(ends: Iterable[Node], vectors: Sequence[Any]) -> tuple[Node, ...]:
+    """The ends and what they are computed from, without the vectors, in the graph's order."""
+    found: dict[Node, None] = {}
+    todo = [*ends]
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in vectors:
+            found[node] = None
+            todo += node.all_input_nodes
+    return tuple(sorted(found))
+
+
+# ---- is it surely a BatchNorm? -------------------------------------------------------------------
+
+
+def _is_safe(view: View, norm: _Norm) -> bool:
+    """Does batch_norm compute the same, of what these vectors hold at the sum?"""
+    between = (*norm.made, norm.product, norm.node)
+    if any(isinstance(n.target, OpOverload) or called_in_place(n) for n in between):
+        return False  # exported programs have no op for a folded convolution
+    if {n.op for n in norm.vectors} - {"placeholder", "get_attr"}:
+        return False
+    if {n.op for n in norm.made} - {"call_function", "call_method"}:
+        return False
+    readers = view.readers[norm.convolution], view.readers[norm.product]
+    if readers != ([norm.product], [norm.node]):
+        return False
+    if len({view.region[n] for n in between}) > 1:
+        return False
+    return _are_vectors(norm) and not _is_written(view, norm)
+
+
+def _are_vectors(norm: _Norm) -> bool:
+    """Is there one number for each channel, in dtypes that batch_norm takes?"""
+    z, c = meta_tensor(norm.node), meta_tensor(norm.convolution)
+    vectors = [t for n in norm.vectors if (t := meta_tensor(n)) is not None]
+    made = [t for n in norm.made if (t := meta_tensor(n)) is not None]
+    if z is None or c is None or len(vectors) < len(norm.vectors) or len(made) < len(norm.made):
+        return False
+    channels, dtype, (mean, variance, *_) = z.shape[1], vectors[0].dtype, vectors
+    if not isinstance(channels, int) or mean.requires_grad or variance.requires_grad:
+        return False
+    if any(v.shape != (channels,) or v.dtype != dtype or v.device != c.device for v in vectors):
+        return False
+    # What is rounded to fewer bits on the way is computed more exactly, but not what has more.
+    if {z.dtype, *(t.dtype for t in made)} - {c.dtype, dtype} or z.dtype != c.dtype:
+        return False
+    if dtype != c.dtype and (dtype != torch.float32 or c.dtype not in _SIXTEEN_BITS):
+        return False
+    ends = [t for n, t in zip(norm.made, made) if {norm.product, norm.node} & n.users.keys()]
+    along = all(t.ndim >= 3 and t.shape[-3] == channels for t in ends)
+    return along and all(t.numel() == channels for t in made)
+
+
+def _is_written(view: View, norm: _Norm) -> bool:
+    """May anything write to what the operations read, while they run?"""
+    start, end = (view.order[n] for n in (norm.made[0], norm.node))
+    memory = storages((*norm.vectors, *norm.made, norm.convolution, norm.product))
+    for node, written in view.writers.items():
+        if not start < view.order[node] < end:
+            continue
+        for value in written:
+            here, tensor = storages((value,)), meta_tensor(value)
+            if None in memory | here or here & memory:
+                return True
+            # It may share memory with a vector, and only the caller knows.
+            is_counter = tensor is not None and not tensor.dtype.is_floating_point
+            if here & view.graph_inputs and not is_counter:
+                return True
+    return False
