@@ -132,10 +132,14 @@ def _odd_rows(match: Match, dtype: torch.dtype) -> str:
 
 
 def needs_inference(match: Match, options: Options) -> str:
-    """Why a convolution without a kernel is left, if there is one for inference; else empty."""
+    """Why a convolution without a kernel is left, if there is one for inference, or for a frozen
+    BatchNorm; else empty."""
     site = match.site
     if not isinstance(ANCHORS[site.kind], Conv2d):
         return ""
+    frozen = MatchCase(match, options, without=("gamma",))
+    if frozen.gradients() != calls.gradients_of(match) and len(kernels.candidates(frozen)) > 1:
+        return "its kernel in training needs a BatchNorm whose weight needs no gradient"
     trains = bool(site.attrs.get("training")) and site.operands["running_mean"] is not None
     needs = ["model.eval()"] * trains + ["torch.no_grad()"] * calls.saves(match)
     if trains:

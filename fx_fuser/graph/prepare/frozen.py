@@ -7,13 +7,17 @@ matching:
 torchvision's FrozenBatchNorm2d is this, and DETR's, detectron2's and transformers'. As a batch_norm
 in evaluation it is one node of the anchor Conv2d → BatchNorm, whose scale folds into the weight.
 What is not fused becomes the operations again, as the user wrote them.
+
+Under autocast the convolution's result is of 16 bits, and with vectors of fp32 the sum is of fp32,
+where a batch_norm's would be of 16 bits, too. It is rounded to these where the next convolution
+reads it. If nothing else does, and only a relu comes between, rounding may as well come first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ from torch.fx.node import map_arg
 
 from fx_fuser.graph.prepare.reindex import is_view
 from fx_fuser.graph.read.canonical import Operand, is_number
-from fx_fuser.graph.read.nodes import as_written, called_in_place, meta_tensor, storages
+from fx_fuser.graph.read.nodes import as_written, called_in_place, input_of, meta_tensor, storages
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 
@@ -35,7 +39,8 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class _Norm:
     """One that was found. node: its sum; product: what the sum adds the shift to; vectors:
-    running_mean, running_var, weight, bias; made: every operation between these and the sum."""
+    running_mean, running_var, weight, bias; made: every operation between these and the sum.
+    rounded: the sum and what follows it, if these are of fp32 and only read in 16 bits."""
 
     node: Node
     product: Node
@@ -43,28 +48,42 @@ class _Norm:
     vectors: tuple[Node, Node, Node, Node]
     eps: float
     made: tuple[Node, ...]
+    rounded: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """How a norm was written: its sum and its product; and the values of `rounded`."""
+
+    norm: _Norm
+    sum: dict[str, Any]
+    product: dict[str, Any]
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """Those of a graph, with their sums and products as they were written."""
+    """Those of a graph."""
 
-    norms: tuple[tuple[_Norm, dict[str, Any], dict[str, Any]], ...] = ()
+    norms: tuple[_Written, ...] = ()
 
     def restore(self) -> None:
         """Write out what was not fused. Of the others erase what nothing reads any more."""
-        for norm, of_sum, of_product in self.norms:
+        for was in self.norms:
+            norm, graph = was.norm, was.norm.node.graph
             if norm.node._erased:
                 for node in reversed(norm.made):
                     if not node._erased and not node.users:
-                        node.graph.erase_node(node)
+                        graph.erase_node(node)
                 continue
             # Its convolution may have been replaced since.
-            of_product = _with(of_product, {norm.convolution: norm.node.args[0]})
-            with norm.node.graph.inserting_before(norm.node):
-                product = norm.node.graph.create_node(**of_product)
+            written = _with(was.product, {norm.convolution: input_of(norm.node)})
+            with graph.inserting_before(norm.node):
+                product = graph.create_node(**written)
             product.meta = norm.product.meta
-            _write(norm.node, _with(of_sum, {norm.product: product}))
+            _write(norm.node, _with(was.sum, {norm.product: product}))
+            for node, value in zip(norm.rounded, was.values):
+                node.meta["example_value"] = value
 
 
 def as_batch_norms(graph: Graph) -> Frozen:
@@ -75,17 +94,28 @@ def as_batch_norms(graph: Graph) -> Frozen:
     found = []
     for node in view.nodes:
         with suppress(Exception):  # a node that cannot be read raises again where its site is found
-            found += [norm for norm in _norms_at(view, node) if _is_safe(view, norm)][:1]
-    norms = []
-    for norm in found:
-        norms.append((norm, as_written(norm.node), as_written(norm.product)))
-        operands = (norm.convolution, *norm.vectors)
-        _write(norm.node, {
-            "op": "call_function", "target": F.batch_norm, "args": operands,
-            "kwargs": {"training": False, "eps": norm.eps},
-        })  # fmt: skip
-        graph.erase_node(norm.product)
-    return Frozen(tuple(norms))
+            norms = (_rounded(view, norm) for norm in _norms_at(view, node))
+            found += [norm for norm in norms if _is_safe(view, norm)][:1]
+    return Frozen(tuple(map(_into_call, found)))
+
+
+def _into_call(norm: _Norm) -> _Written:
+    values = tuple(node.meta["example_value"] for node in norm.rounded)
+    was = _Written(norm, as_written(norm.node), as_written(norm.product), values)
+    operands = (norm.convolution, *norm.vectors)
+    named = {"training": False, "eps": norm.eps}
+    _write(norm.node, {**was.sum, "target": F.batch_norm, "args": operands, "kwargs": named})
+    norm.node.op = "call_function"
+    norm.node.graph.erase_node(norm.product)
+    dtype = norm.convolution.meta["example_value"].dtype
+    for node, value in zip(norm.rounded, values):
+        is_same = called_in_place(node) and node is not norm.node
+        node.meta["example_value"] = (
+            input_of(node).meta["example_value"]
+            if is_same
+            else torch.empty_like(value, dtype=dtype).requires_grad_(value.requires_grad)
+        )
+    return was
 
 
 def _with(written: Mapping[str, Any], now: Mapping[Node, Node]) -> dict[str, Any]:
@@ -132,7 +162,7 @@ def _base(view: View, operand: Operand) -> Any:
     while isinstance(operand, Node):
         written = view.written(operand)
         if is_view(operand):
-            (operand, *_) = operand.args
+            operand = input_of(operand)
         elif written is not None and written.op in ("identity", "cast"):
             (operand,) = written.args
         else:
@@ -141,7 +171,7 @@ def _base(view: View, operand: Operand) -> Any:
 
 
 def _scales(view: View, scale: Any) -> Iterator[tuple[Any, Any, float]]:
-    """(weight, variance, eps) of weight * rsqrt(variance + eps), or weight / sqrt(variance + eps)."""
+    """(weight, variance, eps) of weight * rsqrt(variance + eps), or weight / sqrt(…)."""
     for weight, root in _orders(view, scale, "mul"):
         for variance, eps in _roots(view, root, "rsqrt"):
             yield _base(view, weight), variance, eps
@@ -221,13 +251,47 @@ def _are_vectors(norm: _Norm) -> bool:
     if any(v.shape != (channels,) or v.dtype != dtype or v.device != c.device for v in vectors):
         return False
     # What is rounded to fewer bits on the way is computed more exactly, but not what has more.
-    if {z.dtype, *(t.dtype for t in made)} - {c.dtype, dtype} or z.dtype != c.dtype:
+    if {t.dtype for t in made} - {c.dtype, dtype}:
+        return False
+    if z.dtype != c.dtype and not norm.rounded:
         return False
     if dtype != c.dtype and (dtype != torch.float32 or c.dtype not in _SIXTEEN_BITS):
         return False
     ends = [t for n, t in zip(norm.made, made) if {norm.product, norm.node} & n.users.keys()]
     along = all(t.ndim >= 3 and t.shape[-3] == channels for t in ends)
     return along and all(t.numel() == channels for t in made)
+
+
+def _rounded(view: View, norm: _Norm) -> _Norm:
+    """The norm; with what is of fp32, if its convolution is not, and then only read in 16 bits."""
+    z, c = meta_tensor(norm.node), meta_tensor(norm.convolution)
+    if z is None or c is None or z.dtype != torch.float32 or c.dtype not in _SIXTEEN_BITS:
+        return norm
+    chain = [norm.node]
+    while not _is_only_rounded(view, chain[-1], c.dtype):
+        if len(view.readers[chain[-1]]) != 1:
+            return norm
+        (node,) = view.readers[chain[-1]]
+        written, value = view.written(node), meta_tensor(node)
+        # Equal maxima share no gradient, and rounding makes equal ones.
+        is_pool = called_name(node) == "max_pool2d" and not z.requires_grad
+        if not (is_pool or (written is not None and written.op == "relu")):
+            return norm
+        if value is None or value.dtype != z.dtype or view.region[node] != view.region[norm.node]:
+            return norm
+        chain.append(node)
+    return replace(norm, rounded=tuple(chain))
+
+
+def _is_only_rounded(view: View, node: Node, dtype: torch.dtype) -> bool:
+    """Is it read, and only as the input of convolutions that autocast runs in this dtype?"""
+    for reader in view.readers[node]:
+        written, y = view.written(reader), meta_tensor(reader)
+        if written is None or written.op != "conv2d" or y is None or y.dtype != dtype:
+            return False
+        if written.args[0] is not node or node in written.args[1:]:
+            return False
+    return bool(view.readers[node])
 
 
 def _is_written(view: View, norm: _Norm) -> bool:
