@@ -273,7 +273,7 @@ def _rounded(view: View, norm: _Norm) -> _Norm:
             return norm
         (node,) = view.readers[chain[-1]]
         written, value = view.written(node), meta_tensor(node)
-        # Equal maxima share no gradient, and rounding makes equal ones.
+        # Of equal maxima one has the gradient, and rounding makes equal ones.
         is_pool = called_name(node) == "max_pool2d" and not z.requires_grad
         if not (is_pool or (written is not None and written.op == "relu")):
             return norm
@@ -284,7 +284,11 @@ def _rounded(view: View, norm: _Norm) -> _Norm:
 
 
 def _is_only_rounded(view: View, node: Node, dtype: torch.dtype) -> bool:
-    """Is it read, and only as the input of convolutions that autocast runs in this dtype?"""
+    """Is it read, and only as the input of convolutions that autocast runs in this dtype? With a
+    gradient of one alone: those of several are added in fp32."""
+    value = meta_tensor(node)
+    if value is None or (value.requires_grad and len(view.readers[node]) > 1):
+        return False
     for reader in view.readers[node]:
         written, y = view.written(reader), meta_tensor(reader)
         if written is None or written.op != "conv2d" or y is None or y.dtype != dtype:
