@@ -139,7 +139,10 @@ def needs_inference(match: Match, options: Options) -> str:
         return ""
     frozen = MatchCase(match, options, without=("gamma",))
     if frozen.gradients() != calls.gradients_of(match) and len(kernels.candidates(frozen)) > 1:
-        return "its kernel in training needs a BatchNorm whose weight needs no gradient"
+        return (
+            "fx_fuser's kernel for it has no gradient of a BatchNorm's weight: it needs "
+            "requires_grad_(False) there, or torch.no_grad()"
+        )
     trains = bool(site.attrs.get("training")) and site.operands["running_mean"] is not None
     needs = ["model.eval()"] * trains + ["torch.no_grad()"] * calls.saves(match)
     if trains:

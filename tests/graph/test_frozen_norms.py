@@ -1,4 +1,4 @@
-"""A frozen BatchNorm written as plain operations is matched as the BatchNorm that it is, or left."""
+"""A frozen BatchNorm that is plain operations is matched as the BatchNorm that it is, or left."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers import GROWTH, Program, check, leaf
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser.graph.prepare.bodies import copy_of
@@ -106,6 +107,13 @@ def test_a_bottleneck() -> None:
 
 def test_batches_of_any_size() -> None:
     check(program(relu_of(torchvision)), leaf(2, 4, 5, 7), fuses=TAKEN, dynamic=True, **GROWTH)
+
+
+def test_a_checkpoint() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        return checkpoint(lambda x: torchvision(m, m.conv(x)).relu(), x, use_reentrant=False)
+
+    check(program(body), leaf(2, 4, 5, 7), fuses=TAKEN, **GROWTH)
 
 
 def test_a_scale_that_others_read() -> None:
