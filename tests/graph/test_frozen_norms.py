@@ -175,6 +175,13 @@ def counted(m: Any, x: Tensor) -> Tensor:
     return (m.conv(x) * scale + (rows(m.b) - rows(m.rm) * scale)).relu()
 
 
+def overwritten(m: Any, x: Tensor) -> Tensor:
+    scale = rows(m.w) * (rows(m.rv) + 1e-5).rsqrt()
+    shift = rows(m.b) - rows(m.rm) * scale
+    scale[:, 0] = 2
+    return (m.conv(x) * scale + shift).relu()
+
+
 def ungraded(m: Any, x: Tensor) -> Tensor:
     """w and b are trained, and no gradient goes through the scale."""
     with torch.no_grad():
@@ -196,6 +203,7 @@ TRAPS: dict[str, tuple[Body, dict[str, Any]]] = {
     "vectors that are computed": (made_vectors, {}),
     "in place": (in_place, {}),
     "statistics that change": (counted, {}),
+    "a scale that is written to": (overwritten, {}),
     "no gradient through the scale": (ungraded, trained()),
     "a trained variance": (
         relu_of(torchvision),

@@ -96,11 +96,11 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{PLAIN}::test_traps[a trained variance-train]",),
     ),
     (
-        "rest: nothing writes to a frozen norm's vectors",
+        "rest: nothing writes to a frozen norm's scale",
         "graph/prepare/frozen.py",
         "if None in memory | here or here & memory:",
         "if False:",
-        (f"{PLAIN}::test_traps[statistics that change-eval]",),
+        (f"{PLAIN}::test_traps[a scale that is written to-eval]",),
     ),
     (
         "rest: nor to an input that may be one",
