@@ -290,6 +290,7 @@ ROUNDED: dict[str, tuple[Body, dict[bool, bool]]] = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("body, is_taken", ROUNDED.values(), ids=ROUNDED)

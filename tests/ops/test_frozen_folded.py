@@ -108,6 +108,7 @@ def check(
 # ---- in fp32 -------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_net(form: torch.memory_format, train: bool, taken: Taken) -> None:

@@ -88,7 +88,8 @@ class Frozen:
 
 def as_batch_norms(graph: Graph) -> Frozen:
     """Make each a call of F.batch_norm."""
-    if not any(called_name(node) in _ROOTS for node in graph.nodes):
+    names = {called_name(node) for node in graph.nodes}
+    if "conv2d" not in names or _ROOTS.isdisjoint(names):
         return Frozen()
     view = View(graph)
     found = []
