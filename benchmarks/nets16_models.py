@@ -240,6 +240,15 @@ def _frozen_resnet(small: bool, dropout: bool) -> nn.Module:
     return made
 
 
+def _plain_frozen_resnet(small: bool, dropout: bool) -> nn.Module:
+    """With torchvision's own, which is plain operations, and in autocast makes fp32."""
+    import torchvision
+
+    classes, norm = 10 if small else 1000, torchvision.ops.FrozenBatchNorm2d
+    made: nn.Module = torchvision.models.resnet50(num_classes=classes, norm_layer=norm)
+    return made
+
+
 def _timm_vit(small: bool, dropout: bool) -> nn.Module:
     import timm
 
@@ -267,6 +276,7 @@ def _of_images() -> list[Net16]:
         net("efficientnet_b0", 64),
         net("resnet50", 128),
         net("frozen_resnet50", 128, make=_frozen_resnet, said="BatchNorms frozen"),
+        net("plain_frozen_resnet50", 128, make=_plain_frozen_resnet, said="FrozenBatchNorm2d"),
         net("resnet18", 32),
         net("densenet121", 64),
         net("inception_v3", 64, side=299, small_side=96, said="no auxiliary head"),

@@ -96,15 +96,12 @@ def _is_normed(case: Case) -> bool:
 
 
 def _is_frozen(case: Case) -> bool:
-    """May it be trained: is there a BatchNorm in evaluation whose parameters need no gradient, and
-    does x come in channels_last, so that backward reads it with eager's strides?"""
+    """May it be trained: is there a BatchNorm in evaluation whose gamma needs no gradient, and does
+    x come in channels_last, so that backward reads it with eager's strides?"""
     if not _is_normed(case) or case.site.attrs["training"]:
         return False
-    asked = case.gradients()
-    return (
-        not any(asked.get(name) for name in ("bias", "gamma", "beta"))
-        and memory_format_of(case.operand("x")) == torch.channels_last
-    )
+    is_trained = case.gradients().get("gamma")
+    return not is_trained and memory_format_of(case.operand("x")) == torch.channels_last
 
 
 def _has_shift(case: Case) -> bool:

@@ -27,6 +27,7 @@ class MatchCase:
     match: Match
     options: Options
     in_inference: bool = False  # as if no gradient were asked for
+    without: tuple[str, ...] = ()  # as if none were of these operands
 
     @property
     def site(self) -> Site:
@@ -79,7 +80,8 @@ class MatchCase:
         return calls.kernel_specs(self.match, choices)
 
     def gradients(self) -> dict[str, bool]:
-        return calls.gradients_of(self.match)
+        asked = calls.gradients_of(self.match)
+        return {name: needed and name not in self.without for name, needed in asked.items()}
 
     def may_have_fused_backward(self, kernel: str) -> bool:
         return calls.may_have_fused_backward(self.match, kernel)

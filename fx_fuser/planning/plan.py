@@ -132,10 +132,17 @@ def _odd_rows(match: Match, dtype: torch.dtype) -> str:
 
 
 def needs_inference(match: Match, options: Options) -> str:
-    """Why a convolution without a kernel is left, if there is one for inference; else empty."""
+    """Why a convolution without a kernel is left, if there is one for inference, or for a frozen
+    BatchNorm; else empty."""
     site = match.site
     if not isinstance(ANCHORS[site.kind], Conv2d):
         return ""
+    frozen = MatchCase(match, options, without=("gamma",))
+    if frozen.gradients() != calls.gradients_of(match) and len(kernels.candidates(frozen)) > 1:
+        return (
+            "fx_fuser's kernel for it has no gradient of a BatchNorm's weight: it needs "
+            "requires_grad_(False) there, or torch.no_grad()"
+        )
     trains = bool(site.attrs.get("training")) and site.operands["running_mean"] is not None
     needs = ["model.eval()"] * trains + ["torch.no_grad()"] * calls.saves(match)
     if trains:

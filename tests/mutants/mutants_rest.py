@@ -7,20 +7,21 @@ LAUNCHES = "tests/planning/test_launches.py"
 MEMORY = "tests/passes/test_memory.py"
 RATES = "tests/planning/test_architectures.py"
 FROZEN = "tests/ops/test_folded_training.py"
+PLAIN = "tests/graph/test_frozen_norms.py"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
-        "rest: a frozen BatchNorm has no gradients",
+        "rest: a frozen BatchNorm's gamma has no gradient",
         "kernels/folded.py",
-        'not any(asked.get(name) for name in ("bias", "gamma", "beta"))\n        and ',
+        "not is_trained and ",
         "",
-        (f"{FROZEN}::test_what_is_left[thawed]", f"{FROZEN}::test_what_is_left[shifted]"),
+        (f"{FROZEN}::test_what_is_left[thawed]",),
     ),
     (
         "rest: a frozen BatchNorm's x is in channels_last",
         "kernels/folded.py",
-        '\n        and memory_format_of(case.operand("x")) == torch.channels_last',
+        ' and memory_format_of(case.operand("x")) == torch.channels_last',
         "",
         (f"{FROZEN}::test_what_is_left[in_rows]",),
     ),
@@ -37,6 +38,111 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "torch.ops.aten.threshold_backward(dy, *y, 0) if y else dy",
         "dy",
         (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[True]"),
+    ),
+    (
+        "rest: beta's gradient is not scaled",
+        "ops/folded.py",
+        "db if of_beta else None",
+        "db * scale if of_beta else None",
+        (f"{FROZEN}::test_only_a_shift_is_trained", f"{FROZEN}::test_shifts[names0-relu]"),
+    ),
+    (
+        "rest: the gradient of a convolution's bias is scaled",
+        "ops/folded.py",
+        "db * scale if of_bias else None",
+        "db if of_bias else None",
+        (f"{FROZEN}::test_shifts[names1-alone]",),
+    ),
+    (
+        "rest: a frozen norm's product has one reader",
+        "graph/prepare/frozen.py",
+        "if readers != ([norm.product], [norm.node]):",
+        "if False:",
+        (f"{PLAIN}::test_traps[its product is read-train]",),
+    ),
+    (
+        "rest: a frozen norm's vectors are inputs",
+        "graph/prepare/frozen.py",
+        'if {n.op for n in norm.vectors} - {"placeholder", "get_attr"}:',
+        "if False:",
+        (f"{PLAIN}::test_traps[vectors that are computed-eval]",),
+    ),
+    (
+        "rest: a frozen norm is in one region",
+        "graph/prepare/frozen.py",
+        "if len({view.region[n] for n in between}) > 1:",
+        "if False:",
+        (f"{PLAIN}::test_traps[no gradient through the scale-train]",),
+    ),
+    (
+        "rest: a frozen norm's shift has its own scale",
+        "graph/prepare/frozen.py",
+        "if _base(view, factor) is scale:",
+        "if True:",
+        (f"{PLAIN}::test_traps[another scale in the shift-eval]",),
+    ),
+    (
+        "rest: a frozen norm's vectors lie along the channels",
+        "graph/prepare/frozen.py",
+        "return along and all(t.numel() == channels for t in made)",
+        "return all(t.numel() == channels for t in made)",
+        (f"{PLAIN}::test_traps[a number for each row-eval]",),
+    ),
+    (
+        "rest: a frozen norm's statistics have no gradient",
+        "graph/prepare/frozen.py",
+        " or mean.requires_grad or variance.requires_grad:",
+        ":",
+        (f"{PLAIN}::test_traps[a trained variance-train]",),
+    ),
+    (
+        "rest: nothing writes to a frozen norm's scale",
+        "graph/prepare/frozen.py",
+        "if None in memory | here or here & memory:",
+        "if False:",
+        (f"{PLAIN}::test_traps[a scale that is written to-eval]",),
+    ),
+    (
+        "rest: nor to an input that may be one",
+        "graph/prepare/frozen.py",
+        "if here & view.graph_inputs and not is_counter:",
+        "if False:",
+        (f"{PLAIN}::test_an_alias_that_only_the_caller_knows",),
+    ),
+    (
+        "rest: a frozen norm's vectors have no more bits",
+        "graph/prepare/frozen.py",
+        "if {t.dtype for t in made} - {c.dtype, dtype}:",
+        "if False:",
+        (f"{PLAIN}::test_traps[a scale of float64-eval]",),
+    ),
+    (
+        "rest: a sum of fp32 is read in 16 bits",
+        "graph/prepare/frozen.py",
+        "if z.dtype != c.dtype and not norm.rounded:",
+        "if False:",
+        (f"{PLAIN}::test_autocast[returned-form0-eval]",),
+    ),
+    (
+        "rest: gradients of several readers are added in fp32",
+        "graph/prepare/frozen.py",
+        "if value is None or (value.requires_grad and len(view.readers[node]) > 1):",
+        "if value is None:",
+        (f"{PLAIN}::test_autocast[two convolutions read it-form0-train]",),
+    ),
+    (
+        "rest: maxima are of fp32 where they have a gradient",
+        "graph/prepare/frozen.py",
+        " and not z.requires_grad\n",
+        "\n",
+        (f"{PLAIN}::test_autocast[pooled-form0-train]",),
+    ),
+    (
+        "rest: only a relu may come before rounding",
+        "graph/prepare/frozen.py",
+        'written.op == "relu"',
+        "True",
+        (f"{PLAIN}::test_autocast[a sigmoid between-form0-eval]",),
     ),
     (
         "rest: what is folded at a time leaves the peak",

@@ -100,3 +100,46 @@ def step(model: nn.Module, x: Tensor, call: Any = None, needs_x: bool = True) ->
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return y.detach(), grads if x.grad is None else {"x": x.grad, **grads}
+
+
+# ---- frozen norms that are plain operations ------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """torchvision's, by its names and in its order; those of DETR and transformers are the same."""
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, getattr(norm, name).detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.reshape(1, -1, 1, 1)
+        b = self.bias.reshape(1, -1, 1, 1)
+        rv = self.running_var.reshape(1, -1, 1, 1)
+        rm = self.running_mean.reshape(1, -1, 1, 1)
+        scale = w * (rv + self.eps).rsqrt()
+        bias = b - rm * scale
+        return x * scale + bias
+
+
+class Detectron2(Frozen):
+    """With a gradient; without one it is F.batch_norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        bias = self.bias - self.running_mean * scale
+        scale, bias = scale.reshape(1, -1, 1, 1), bias.reshape(1, -1, 1, 1)
+        return x * scale.to(x.dtype) + bias.to(x.dtype)
+
+
+def replaced(model: nn.Module, kind: type[Frozen] = Frozen) -> nn.Module:
+    """With these in place of BatchNorms; no bias of a convolution is trained."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(module, name, kind(child))
+            elif isinstance(child, nn.Conv2d) and child.bias is not None:
+                child.bias.requires_grad_(False)
+    return model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from folded_nets import FORCED, check, frozen, net, relative, step
+from folded_nets import FORCED, check, frozen, net, random_norm, relative, replaced, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -231,3 +231,52 @@ def test_training_with_frozen_norms(dtype: torch.dtype, autocast: bool) -> None:
     for name, grad in ours.items():
         assert (grad.dtype, grad.stride()) == (eager[name].dtype, eager[name].stride()), name
         assert relative(grad, wide[name]) <= max(2 * relative(eager[name], wide[name]), floor), name
+
+
+@folds
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.usefixtures("no_tf32")
+def test_plain_frozen_norms(autocast: bool, train: bool) -> None:
+    """torchvision's. Under autocast their results are of fp32, and those are folded that only a
+    convolution reads; gradients are compared in fp32, as bf16 turns the signs of relus."""
+    model = replaced(on_gpu(torch.channels_last, torch.float32))
+    x = images(4, 3, 65, 64, form=torch.channels_last, dtype=torch.float32)
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    with torch.set_grad_enabled(train):
+        call = step if train else lambda m, x, call=None: ((call or m)(x), {})
+        exact, wide = call(copy.deepcopy(model).double(), x.double())
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            (y, eager), (found, ours) = call(model, x), call(model, x, compiled)
+    assert taken() == ((4 if train else 5) if autocast else SITES)
+    assert (found.dtype, found.stride()) == (y.dtype, y.stride())
+    floor = torch.finfo(torch.bfloat16).eps / 4 if autocast else 4e-7
+    assert relative(found, exact) <= max(2 * relative(y, exact), floor)
+    assert ours.keys() == eager.keys()
+    for name, grad in ours.items():
+        assert (grad.dtype, grad.stride()) == (eager[name].dtype, eager[name].stride()), name
+        bound = max(2 * relative(eager[name], wide[name]), floor)
+        assert autocast or relative(grad, wide[name]) <= bound, name
+
+
+@folds
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.usefixtures("no_tf32")
+def test_trained_shifts(autocast: bool) -> None:
+    """Of a frozen BatchNorm and of a convolution, behind which there is nothing."""
+    norm = random_norm(32).requires_grad_(False)
+    norm.bias.requires_grad_(True)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), norm, nn.ReLU()).eval().cuda()
+    model = model.to(memory_format=torch.channels_last)
+    x = images(4, 16, 33, 32, form=torch.channels_last, dtype=torch.float32)
+    exact, wide = step(copy.deepcopy(model).double(), x.double())
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        (y, eager), (found, ours) = step(model, x), step(model, x, compiled)
+    assert taken() == 1
+    floor = torch.finfo(torch.bfloat16).eps / 4 if autocast else 4e-7
+    assert relative(found, exact) <= max(2 * relative(y, exact), floor)
+    assert ours.keys() == eager.keys() == {"x", "0.weight", "0.bias", "1.bias"}
+    for name, grad in ours.items():
+        bound = max(2 * relative(eager[name], wide[name]), floor)
+        assert relative(grad, wide[name]) <= bound, name

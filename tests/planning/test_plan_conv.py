@@ -429,6 +429,28 @@ def test_a_kernel_for_inference_is_not_said_to_be_missing(on_gpu: Any, scale: fl
     assert len(fx_fuser.explain(model, x, train=False).fused) == 1
 
 
+def test_a_frozen_batch_norm_that_is_not_frozen_enough(on_gpu: Any) -> None:
+    """Its weight must need no gradient; the rest may be trained."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.conv(x)))
+
+    model = Layer().eval().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 16, 9, 9).to(memory_format=torch.channels_last)
+    assert "has no gradient of a BatchNorm's weight: it needs requires_grad_(False)" in _said(
+        model, x
+    )
+    model.norm.weight.requires_grad_(False)
+    torch._dynamo.reset()
+    on_gpu(1.0, 0.5)
+    assert len(fx_fuser.explain(model, x).fused) == 1
+
+
 def test_where_there_is_no_kernel_at_all_that_is_said(on_gpu: Any) -> None:
     model = nn.Sequential(nn.Conv2d(6, 12, 3, dilation=2, groups=3), nn.Tanh())
     assert "has no kernel for this convolution" in _said(model, torch.randn(2, 6, 9, 9))
