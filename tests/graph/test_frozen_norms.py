@@ -132,7 +132,7 @@ def test_explain() -> None:
     assert {*site.operands} >= {"running_mean", "running_var", "gamma", "beta"}
 
 
-# ---- what is not surely a BatchNorm --------------------------------------------------------------
+# ---- what may be no BatchNorm --------------------------------------------------------------------
 
 
 def product_read(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ ROUNDED: dict[str, tuple[Body, dict[bool, bool]]] = {
     "a convolution reads it": (into_next, {False: True, True: True}),
     # Their gradients are added in fp32.
     "two convolutions read it": (into_next_twice, {False: True, True: False}),
-    # Rounding makes equal maxima, of which only the first has a gradient.
+    # Rounding makes equal maxima; only the first has a gradient.
     "pooled": (pooled, {False: True, True: False}),
     "returned": (returned, {False: False, True: False}),
     "read in fp32, too": (residual, {False: False, True: False}),

@@ -219,7 +219,7 @@ def _made(ends: Iterable[Node], vectors: Sequence[Any]) -> tuple[Node, ...]:
     return tuple(sorted(found))
 
 
-# ---- is it surely a BatchNorm? -------------------------------------------------------------------
+# ---- is it known to be a BatchNorm? --------------------------------------------------------------
 
 
 def _is_safe(view: View, norm: _Norm) -> bool:
