@@ -160,6 +160,22 @@ def test_operands_in_other_layouts_are_copied(last: bool) -> None:
         near(ours, wanted)
 
 
+@pytest.mark.parametrize("asked", ASKED)
+def test_one_number_stands_for_both_dimensions(asked: tuple[bool, ...]) -> None:
+    """As torch has the padding of "valid", in both directions."""
+    x, weight, numbers = x_of(), weight_of(), ([1], [0], [1], False, [0], CHANNELS)
+
+    def f(dz: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+        made = CONVOLUTION_BACKWARD(dz, x, weight, [CHANNELS], *numbers, [*asked])
+        return [CONVOLUTION(x, weight, None, *numbers), *(made[i] for i in range(3) if asked[i])]
+
+    given = F.conv2d(x, weight, padding="valid", groups=CHANNELS), x, weight
+    gm = replaced(make_fx(f, tracing_mode="fake")(*given))
+    assert not {CONVOLUTION, CONVOLUTION_BACKWARD} & {*targets(gm)}
+    for ours, exact in zip(gm(*given), f(*(t.double() for t in given)), strict=True):
+        near(ours, exact)
+
+
 def left(reason: str, *given: Tensor, device: str = "cpu", **named: Any) -> None:
     gm = forward_graph(*given, **named)
     (node,) = (n for n in gm.graph.nodes if n.target is CONVOLUTION)
