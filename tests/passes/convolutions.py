@@ -193,6 +193,14 @@ class Convolutions:
         assert counters[self.counters] == {"convolution_backward": 1}
         return list(found)
 
+    def check_one_number(self, x: Tensor, weight: Tensor) -> None:
+        """As torch has the padding of "valid", in both directions."""
+        named = {"stride": [1], "padding": [0], "dilation": [1], "output_padding": [0]}
+        z = self.check_result(x, weight, **named)
+        for asked in ASKED:
+            counters.clear()
+            self.check_gradients(asked, torch.randn_like(z), x, weight, **named)
+
     def on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The pass finds a GPU, and the sites there that it finds on a CPU."""
         real = self.site.of

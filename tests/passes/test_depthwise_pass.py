@@ -75,6 +75,10 @@ def test_operands_in_other_layouts_are_copied(last: bool) -> None:
     PASS.check_gradients((True, True, True), dz, x, weight, has_strides=False)
 
 
+def test_one_number_stands_for_both_dimensions() -> None:
+    PASS.check_one_number(x_of(), weight_of())
+
+
 def test_refusals() -> None:
     x, weight = x_of(), weight_of()
     PASS.left("stride is [3, 3]", x, weight, stride=3)

@@ -76,6 +76,10 @@ def test_operands_in_other_layouts_are_copied(last: bool) -> None:
     PASS.check_gradients((True, True, True), dz, x, weight, has_strides=False)
 
 
+def test_one_number_stands_for_both_dimensions() -> None:
+    PASS.check_one_number(x_of(), weight_of())
+
+
 def test_a_gradient_of_a_weight_in_channels_last() -> None:
     x, weight = x_of(), weight_of().to(memory_format=LAST)
     dz = torch.randn(x.shape).to(BF16, memory_format=LAST)

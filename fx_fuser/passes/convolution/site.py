@@ -57,7 +57,8 @@ class Parts:
         items = items_of(node) if is_backward else {0: node}
         if items is None or not items.keys() & {DX, DW}:
             return None
-        return cls(tensors, items, {name: given[name] for name in _NUMBERS})
+        numbers = {name: _of_each(given[name], tensors.get("weight")) for name in _NUMBERS}
+        return cls(tensors, items, numbers)
 
     def fault(self, device: str, dtypes: Sequence[torch.dtype]) -> str:
         """Why no kernel takes these tensors; empty if one may."""
@@ -90,6 +91,13 @@ class Parts:
 
     def results(self) -> dict[int, Any]:
         return {i: item.meta.get("val") for i, item in self.items.items()}
+
+
+def _of_each(number: Any, weight: Node | None) -> Any:
+    """A list has a number for each dimension; one may stand for all, as with padding="valid"."""
+    value = None if weight is None else weight.meta.get("val")
+    is_one = isinstance(number, (list, tuple)) and len(number) == 1
+    return [*number] * (value.ndim - 2) if is_one and isinstance(value, Tensor) else number
 
 
 @dataclass(frozen=True)
