@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -53,8 +53,10 @@ from fx_fuser.ops.head_kept import Returned
 from fx_fuser.ops.head_loss import OPERANDS, pieces_of, width_of
 from fx_fuser.ops.head_wide import piece_of
 from fx_fuser.options import Options
+from fx_fuser.passes.head_loss.edits import settle
 from fx_fuser.passes.head_loss.parts import Stays, heads_of, parts_of, reads_all
 from fx_fuser.passes.head_loss.rewrite import rewrite
+from fx_fuser.passes.head_loss.spellings import respell
 from fx_fuser.passes.head_loss.wide import Wide, kernels_of, wide_of
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
@@ -89,9 +91,22 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
 
     is_body: is it that of a region, such as a checkpoint?
     """
+    if not any(is_loss(n) or is_log_sum_exp(n) for n in graph.nodes):
+        return []
+    kind = "cpu" if options.cpu_ops else "cuda"
+    edits = respell(graph, kind, options.strict)
+    found, taken = _fuse_all(graph, kind, options, is_body)
+    undone = settle(edits, taken)
+    return [replace(one, node=undone.get(one.node, one.node)) for one in found]
+
+
+def _fuse_all(
+    graph: Graph, kind: str, options: Options, is_body: bool
+) -> tuple[list[HeadLoss], set[Node]]:
+    """Also returns the nodes that became part of an op."""
     found: list[HeadLoss] = []
     view: View | None = None
-    kind, done = "cpu" if options.cpu_ops else "cuda", set[Node]()
+    done, taken = set[Node](), set[Node]()
     for node in [n for n in graph.nodes if is_loss(n) or is_log_sum_exp(n)]:
         if node in done or (is_log_sum_exp(node) and not value_of(node).requires_grad):
             continue
@@ -113,8 +128,9 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
             log.info("a loss is left as it is", exc_info=error)
         else:
             found.append(fused)
+            taken |= {n for one in heads.values() for n in one.nodes}
             view = None  # the graph has changed
-    return found
+    return found, taken
 
 
 # ---- what stays ----------------------------------------------------------------------------------
