@@ -43,7 +43,8 @@ from fx_fuser.graph.read.heads import (
     value_of,
 )
 from fx_fuser.graph.read.naming import called, statement
-from fx_fuser.graph.read.nodes import hint_of, meta_tensor, storages
+from fx_fuser.graph.read.nodes import hint_of, is_torchs, meta_tensor, storages
+from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
@@ -58,9 +59,11 @@ from fx_fuser.passes.head_loss.parts import Stays, heads_of, parts_of, reads_all
 from fx_fuser.passes.head_loss.rewrite import rewrite
 from fx_fuser.passes.head_loss.spellings import respell
 from fx_fuser.passes.head_loss.wide import Wide, kernels_of, wide_of
+from fx_fuser.planning.surroundings import VIEWS
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
 COUNTER = "fx_fuser_heads"
+_VIEWS = VIEWS | {"getitem", "split", "chunk", "unbind", "tensor_split"}
 # By rule, not by a contest, which would have to run the step's largest gemms with all their logits
 # while compiling. Fewer bytes of logits may fit into L2, where softmax's passes cost little. A
 # piece costs the host some 60 us, in which an H200 multiplies 2048 rows, 8192 columns, 512 wide.
@@ -222,7 +225,7 @@ def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -
     for value, reader in others:
         by = "the caller" if reader is output else statement(reader)
         said = f"its logits {called(value)} are also read by {by}"
-        if value not in head.logits or not (reader is output or _is_aside(reader)):
+        if value not in head.logits or not (reader is output or _is_aside(view, reader)):
             raise Stays(said)
         if not value_of(loss).requires_grad:
             raise Stays(f"{said}, and nothing requires a gradient")
@@ -235,10 +238,16 @@ def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -
         raise Stays("something is written after its Linear")
 
 
-def _is_aside(reader: Node) -> bool:
-    """Does no gradient reach the logits through it?"""
-    value = value_of(reader)
-    return type(value) is FakeTensor and not value.requires_grad
+def _is_aside(view: View, reader: Node) -> bool:
+    """Does no gradient reach the logits through it?  Views that torch.no_grad makes claim one."""
+    value = reader.meta.get("example_value")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    if any(type(one) is not FakeTensor for one in values):
+        return False
+    if not any(one.requires_grad for one in values):
+        return True
+    is_view = called_name(reader) in _VIEWS and is_torchs(reader)
+    return is_view and all(_is_aside(view, one) for one in view.readers[reader])
 
 
 def _gain(head: Head, stay: bool, is_returned: bool, options: Options, is_wide: bool) -> int | None:

@@ -13,13 +13,13 @@ calls tells the two apart.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fx_fuser.graph.read.expr import is_number
 from fx_fuser.graph.read.heads import is_log_sum_exp, is_loss, value_of
@@ -80,20 +80,17 @@ class _Joined:
     writes: tuple[Node, ...] = ()
 
 
-def join(graph: Graph, kind: str) -> list[Edit]:
-    """Edits the graph. kind: of the device."""
-    edits: list[Edit] = []
-    view: View | None = None
-    for node in [n for n in graph.nodes if called_name(n) in {"stack", "cat"} | _EMPTY]:
-        if not _is_plain(node) or value_of(node).device.type != kind:
-            continue
-        view = view or View(graph)
-        try:
-            edits.append(_join(view, node))
-        except _No:
-            continue
-        view = None  # the graph has changed
-    return edits
+def puts_together(node: Node) -> bool:
+    """May it be what pieces are put into?"""
+    return called_name(node) in {"stack", "cat"} | _EMPTY and is_torchs(node)
+
+
+def join(view: View, node: Node) -> Edit | None:
+    """Edits the graph, if nothing else reads the pieces that are put together at the node."""
+    try:
+        return _join(view, node)
+    except _No:
+        return None
 
 
 def _join(view: View, node: Node) -> Edit:
@@ -156,8 +153,8 @@ def _check_modes(view: View, read: Sequence[Node], joined: _Joined) -> None:
 def _listed(node: Node) -> _Joined:
     """stack, cat."""
     listed, dim = argument_of(node, 0, "tensors"), argument_of(node, 1, "dim") or 0
-    _check(isinstance(listed, (list, tuple)) and all(map(_is_plain, listed)), type(dim) is int)
-    _check(is_torchs(node), "out" not in node.kwargs)
+    _check(isinstance(listed, (list, tuple)) and all(map(is_plain, listed)), type(dim) is int)
+    _check("out" not in node.kwargs)
     pieces = list(listed)
     return _Joined(node, pieces, [None] * len(pieces), dim % value_of(node).ndim, node)
 
@@ -166,7 +163,7 @@ def _written(view: View, node: Node) -> _Joined:
     """An empty tensor, to which nothing but the pieces is written, before it is read."""
     users = sorted(node.users, key=view.order.__getitem__)
     writes = [n for n in users if n.target is operator.setitem and n.args[0] is node]
-    _check(is_torchs(node), "out" not in node.kwargs, bool(writes), users[: len(writes)] == writes)
+    _check("out" not in node.kwargs, bool(writes), users[: len(writes)] == writes)
     own = storages((node,))
     writers = [n for n, written in view.writers.items() if storages(written) & own]
     _check(writers == writes, len(users) > len(writes), None not in own)
@@ -174,7 +171,7 @@ def _written(view: View, node: Node) -> _Joined:
     for write in writes:
         _, index, piece = write.args
         span = _span(index, value_of(node))
-        if span is None or not _is_plain(piece):
+        if span is None or not is_plain(piece):
             raise _No
         sizes = list(value_of(node).shape)
         sizes[span.dim : span.dim + 1] = [span.stop - span.start] * span.keeps
@@ -205,7 +202,7 @@ class _Piece:
             self._check_rows(n)
 
     def _read(self, node: Node) -> Any:
-        _check(is_torchs(node), _is_plain(node))
+        _check(is_torchs(node), is_plain(node))
         taken = _rows_of(node)
         if taken is not None:
             source, span = taken
@@ -263,13 +260,13 @@ def _rows_of(node: Node) -> tuple[Node, _Span] | None:
     before, index = node.args
     if not isinstance(before, Node):
         return None
-    if _is_plain(before):
+    if is_plain(before):
         span = _span(index, value_of(before))
         return None if span is None else (before, span)
     place = _SPLITS.get(called_name(before))
     source = argument_of(before, 0, "input")
     parts = before.meta.get("example_value")
-    if place is None or not is_torchs(before) or not _is_plain(source) or type(index) is not int:
+    if place is None or not is_torchs(before) or not is_plain(source) or type(index) is not int:
         return None
     dim = (argument_of(before, place, "dim") or 0) % value_of(source).ndim
     index %= len(parts)
@@ -322,5 +319,6 @@ def _are_alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _is_plain(node: Any) -> bool:
+def is_plain(node: Any) -> bool:
+    """Is it a node whose value is a plain tensor?"""
     return isinstance(node, Node) and type(value_of(node)) is FakeTensor
