@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
@@ -117,7 +117,7 @@ def _join(view: View, node: Node) -> Edit:
         whole = _made(maker, first.form)
         value, now = value_of(node), value_of(whole)
         if joined.writes and now.dtype is not value.dtype:
-            whole = maker("call_method", "to", (whole, value.dtype), {}, whole)
+            whole = maker("call_method", "to", (whole, value.dtype), {}, first.form.like)
             now = value_of(whole)
         _check(now.shape == value.shape, now.dtype is value.dtype, now.device == value.device)
         _check(now.requires_grad == any(value_of(p).requires_grad for p in joined.pieces))
@@ -167,9 +167,10 @@ def _written(view: View, node: Node) -> _Joined:
     own = storages((node,))
     writers = [n for n, written in view.writers.items() if storages(written) & own]
     _check(writers == writes, len(users) > len(writes), None not in own)
-    spans, pieces = [], []
+    spans: list[_Span | None] = []
+    pieces: list[Node] = []
     for write in writes:
-        _, index, piece = write.args
+        _, index, piece = cast(tuple[Any, Any, Any], write.args)
         span = _span(index, value_of(node))
         if span is None or not is_plain(piece):
             raise _No
@@ -178,8 +179,8 @@ def _written(view: View, node: Node) -> _Joined:
         _check(list(value_of(piece).shape) == sizes)
         spans.append(span)
         pieces.append(piece)
-    at = writes[-1].next
-    return _Joined(node, pieces, spans, spans[0].dim, at, tuple(writes))
+    assert spans[0] is not None, "each is checked"
+    return _Joined(node, pieces, spans, spans[0].dim, writes[-1].next, tuple(writes))
 
 
 # ---- a piece -------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def _rows_of(node: Node) -> tuple[Node, _Span] | None:
         return None if span is None else (before, span)
     place = _SPLITS.get(called_name(before))
     source = argument_of(before, 0, "input")
-    parts = before.meta.get("example_value")
+    parts: Any = before.meta.get("example_value")
     if place is None or not is_torchs(before) or not is_plain(source) or type(index) is not int:
         return None
     dim = (argument_of(before, place, "dim") or 0) % value_of(source).ndim
@@ -319,6 +320,6 @@ def _are_alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def is_plain(node: Any) -> bool:
+def is_plain(node: Any) -> TypeGuard[Node]:
     """Is it a node whose value is a plain tensor?"""
     return isinstance(node, Node) and type(value_of(node)) is FakeTensor
