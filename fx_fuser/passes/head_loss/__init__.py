@@ -150,18 +150,19 @@ def _fuse(
         _check_head(view, one, wide)
     inner = {n for one in heads.values() for n in one.nodes}
     others = [(one, other) for one in heads.values() for other in _others(view, one, inner)]
+    is_alone = len(heads) == 1
+    # Forward does not know the gradient of a loss per row, and a checkpoint runs it twice.
+    waits = parts.given.reduction == "none" or is_body
+    stay = not is_alone or (waits and value_of(node).requires_grad)
     for one in heads.values():
         if own := [other for of, other in others if of is one]:
-            _check_others(view, one, own)
+            _check_others(view, one, own, stay)
     is_returned = any(reader.op == "output" for _, (_, reader) in others)
     if is_body and is_returned:
         raise Stays("its logits leave a checkpoint or another region")
-    is_alone = len(heads) == 1
     if not is_alone:
         _check_unwritten(view, heads)
-    # Forward does not know the gradient of a loss per row, and a checkpoint runs it twice.
-    waits = parts.given.reduction == "none" or is_body
-    stay = not is_alone or bool(others) or (waits and value_of(node).requires_grad)
+    stay |= bool(others)
     kernels = [spec_of(head.kind, parts.tail)]
     if wide is not None:
         _check_unread(others)
@@ -220,7 +221,8 @@ def _others(view: View, head: Head, inner: Collection[Node]) -> list[tuple[Node,
     return [(value, reader) for value, reader in found if reader not in inner]
 
 
-def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -> None:
+def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]], stay: bool) -> None:
+    """stay: would the logits stay without the others?"""
     loss, output = head.nodes[0], view.nodes[-1]
     for value, reader in others:
         by = "the caller" if reader is output else statement(reader)
@@ -232,7 +234,8 @@ def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -
     results = output.args[0]  # a graph of DDPOptimizer may return a single value
     if not isinstance(results, (tuple, list)) or not all(isinstance(n, Node) for n in results):
         raise Stays("the graph's results are not a list of values")
-    if not reads_all(head):  # the kernels need consecutive rows
+    is_returned = any(reader is output for _, reader in others)
+    if not reads_all(head) and (is_returned or not stay):  # the kernels need consecutive rows
         raise Stays("the loss reads some rows of logits that others read as well")
     if _is_written(view, head, output):
         raise Stays("something is written after its Linear")

@@ -124,7 +124,11 @@ def reads_all(head: Head) -> bool:
 
 
 def _moves(head: Head) -> tuple[Step, ...]:
-    return tuple(step for step in head.steps if step is not None)
+    """Which rows it reads, in which order."""
+    steps = [step for step in head.steps if step is not None]
+    while steps and steps[-1][0] in ("reshape", "flatten"):
+        steps.pop()
+    return tuple(steps)
 
 
 def _made_of(labels: Node) -> list[Node]:

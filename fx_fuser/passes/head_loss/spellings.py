@@ -26,11 +26,10 @@ from fx_fuser.passes.head_loss import pieces
 from fx_fuser.passes.head_loss.edits import Edit, Maker, edit
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
-# In-place operations, most by a number, and what makes a new tensor instead.
+# In-place operations by a number, and what makes a new tensor instead.
 _IN_PLACE: dict[str, Callable[..., Any]] = {
     "div_": torch.div,
     "mul_": torch.mul,
-    "tanh_": torch.tanh,
     "itruediv": operator.truediv,
     "imul": operator.mul,
 }
@@ -89,7 +88,7 @@ def _out_of_place(view: View, node: Node) -> Edit | None:
     new.meta["example_value"] = value_of(node)
     for reader in view.nodes[at + 1 :]:
         for name in inputs_of(reader):
-            if view.value(reader, name) is node:
+            if view.order[name] <= at and not storages((name,)).isdisjoint(memory):
                 reader.replace_input_with(name, new)
     return edit(view, node, maker.made, [node])
 
