@@ -235,7 +235,7 @@ def _by_row(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _check(argument_of(node, 6, "reduction") == "none")
         return node.args, dict(node.kwargs)
     value, rest = value_of(first), (node.args[1:], node.kwargs)
-    if name in _CASTS:
+    if name in _CASTS or (name == "getitem" and node.args[1] == (Ellipsis, None)):
         _check(not inputs_of(node)[1:])
         return node.args, dict(node.kwargs)
     if name in _SCALES:
