@@ -16,7 +16,7 @@ from fx_fuser.graph.read.nodes import as_written
 from fx_fuser.graph.read.view import View
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edit:
     """node: whose value the last node made has. blank: the nodes that are not needed for it, and
     what they called."""
@@ -26,16 +26,22 @@ class Edit:
     blank: dict[Node, dict[str, Any]]
 
     def undo(self) -> None:
-        for node, written in self.blank.items():
-            for name, value in written.items():
-                setattr(node, name, value)
+        for node in self.blank:
+            self._restore(node)
         self.made[-1].replace_all_uses_with(self.node)
         for node in reversed(self.made):
             node.graph.erase_node(node)
 
     def keep(self) -> None:
         for node in reversed(self.blank):
-            node.graph.erase_node(node)
+            if node.users:  # of another edit, which is undone
+                self._restore(node)
+            else:
+                node.graph.erase_node(node)
+
+    def _restore(self, node: Node) -> None:
+        for name, value in self.blank[node].items():
+            setattr(node, name, value)
 
 
 def edit(
@@ -72,8 +78,8 @@ class Maker:
         known = map_arg((args, kwargs), lambda n: n.meta["example_value"])
         called = getattr(torch.Tensor, target) if op == "call_method" else target
         value = value_of(like)
-        modes = value.fake_mode, torch.set_grad_enabled(value.requires_grad)
-        with modes[0], modes[1], self.view.region[like].autocast():
+        gradients = torch.set_grad_enabled(value.requires_grad)
+        with value.fake_mode, gradients, self.view.region[like].autocast():
             fake = called(*known[0], **known[1])
         with graph.inserting_before(self.at):
             node = graph.create_node(op, target, args, kwargs)
@@ -91,10 +97,11 @@ def settle(edits: Sequence[Edit], taken: Collection[Node]) -> dict[Node, Node]:
     """Keep the edits that made nodes which became part of an op; undo the others. Returns nodes
     that an undone edit had made, and the node that has their value."""
     undone: dict[Node, Node] = {}
+    kept = [one for one in edits if any(node in taken for node in one.made)]
     for one in reversed(edits):
-        if any(node in taken for node in one.made):
-            one.keep()
-        else:
+        if one not in kept:
             one.undo()
             undone.update(dict.fromkeys(one.made, one.node))
+    for one in kept:
+        one.keep()
     return undone

@@ -102,6 +102,7 @@ def _join(view: View, node: Node) -> Edit:
         all(first.form.is_as(piece.form) for piece in pieces),
         all(inner.issuperset({*n.users} - {node, *joined.writes}) for n in inner),
     )
+    _check(all(piece.span.dim == joined.dim for piece in pieces))
     count = value_of(first.sources[0]).shape[joined.dim]
     _check(all(value_of(s).shape[joined.dim] == count for s in first.sources))
     end = 0
@@ -153,8 +154,8 @@ def _check_modes(view: View, read: Sequence[Node], joined: _Joined) -> None:
 def _listed(node: Node) -> _Joined:
     """stack, cat."""
     listed, dim = argument_of(node, 0, "tensors"), argument_of(node, 1, "dim") or 0
-    _check(isinstance(listed, (list, tuple)) and all(map(is_plain, listed)), type(dim) is int)
-    _check("out" not in node.kwargs)
+    _check(isinstance(listed, (list, tuple)) and bool(listed) and all(map(is_plain, listed)))
+    _check(type(dim) is int, "out" not in node.kwargs)
     pieces = list(listed)
     return _Joined(node, pieces, [None] * len(pieces), dim % value_of(node).ndim, node)
 
