@@ -169,8 +169,8 @@ def classes_second_of_each_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 FORMS = [
     trl, trl_16_bits, preferred, of_a_policy, verl, packed, openrlhf, openrlhf_16_bits, nemo,
-    nemo_by_chunks, torchtune, litgpt, scaled_in_place, capped_in_place, scaled_view,
-    classes_second, classes_second_of_each_row,
+    nemo_by_chunks, torchtune, litgpt, scaled_in_place, capped_in_place,
+    scaled_view, classes_second, classes_second_of_each_row,
 ]  # fmt: skip
 
 
@@ -207,8 +207,9 @@ def _picked(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def in_another_order(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    logits = m.head(x).float()
-    return torch.stack([logits[i].logsumexp(-1) for i in (1, 0)]) - _picked(logits, y)
+    logits = m.head(x).float().flatten(0, 1)
+    lse = [logits[a:b].logsumexp(-1) for a, b in ((2, 4), (0, 2), (4, B * T))]
+    return torch.cat(lse) - _picked(logits, y.flatten())
 
 
 def one_row_twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -261,16 +262,16 @@ def over_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
 def written_between_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float()
     first = logits[0].logsumexp(-1)
-    with torch.no_grad():
-        logits.mul_(0.5)
-    return torch.stack([first.detach(), logits[1].logsumexp(-1)]) - _picked(logits, y)
+    logits.detach().mul_(0.5)
+    return torch.stack([first, logits[1].logsumexp(-1)]) - _picked(logits, y)
 
 
 def one_row_without_a_gradient(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float()
     with torch.no_grad():
-        first = logits[0].logsumexp(-1)
-    return torch.stack([first, logits[1].logsumexp(-1)]) - _picked(logits, y)
+        second = logits[1].logsumexp(-1)
+    first = logits[0].logsumexp(-1)
+    return torch.stack([first, second]) - _picked(logits, y)
 
 
 def with_a_gap(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -292,20 +293,20 @@ def elsewhere(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 def read_too_early(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float()
-    lse = torch.zeros(B, T)
+    picked, lse = _picked(logits, y), torch.zeros(B, T)
     lse[0] = logits[0].logsumexp(-1)
     half = lse.sum()
     lse[1] = logits[1].logsumexp(-1)
-    return lse - _picked(logits, y) + half
+    return lse - picked + half
 
 
 def written_twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float()
-    lse = torch.zeros(B, T)
+    picked, lse = _picked(logits, y), torch.zeros(B, T)
     lse[0] = logits[0].logsumexp(-1)
     lse[1] = logits[1].logsumexp(-1)
-    lse[0] = 1.0
-    return lse - _picked(logits, y)
+    lse.view(-1)[0] = 1.0
+    return lse - picked
 
 
 def a_row_is_read_too(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -321,11 +322,11 @@ def scaled_after_it_is_read(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, V), y.view(-1)) + largest
 
 
-def read_by_its_old_name(m: Program, x: Tensor, y: Tensor) -> Any:
+def read_by_another_name(m: Program, x: Tensor, y: Tensor) -> Any:
     logits = m.head(x)
-    moved = logits[:, 1:]
-    moved.mul_(2)
-    return F.cross_entropy(moved.float().flatten(0, 1), y[:, 1:].flatten()), logits.detach().amax()
+    rows = logits.view(-1, V)
+    rows.mul_(2)
+    return F.cross_entropy(rows.float(), y.flatten()), logits.detach().amax()
 
 
 def soft_labels_second(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -333,11 +334,22 @@ def soft_labels_second(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), F.one_hot(y.clamp(min=0), V).mT.float())
 
 
+def classes_first(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """Of two classes: which of the samples."""
+    return F.cross_entropy(m.head(x).float().transpose(0, 1), torch.zeros(T, V, dtype=torch.int64))
+
+
+def a_view_is_read_too(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x).float()
+    return F.cross_entropy(logits.view(-1, V), y.view(-1)) + logits[0].square().mean()
+
+
 STAY = [
     in_another_order, one_row_twice, one_row_of_all, labels_in_another_order, one_row_scaled,
     put_together_otherwise, of_columns, of_one_token_and_columns, over_rows, written_between_rows,
     one_row_without_a_gradient, with_a_gap, elsewhere, read_too_early, written_twice,
-    a_row_is_read_too, scaled_after_it_is_read, read_by_its_old_name, soft_labels_second,
+    a_row_is_read_too, scaled_after_it_is_read, read_by_another_name, soft_labels_second,
+    classes_first, a_view_is_read_too,
 ]  # fmt: skip
 
 
