@@ -55,7 +55,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "nothing is written in between",
         "(written - own).isdisjoint({None, *(storages(sources) - own)})",
         "True",
-        "written_between_rows",
+        "labels_written_between_rows",
     ),
     _stays(
         "all are written before one is read",

@@ -266,6 +266,13 @@ def written_between_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([first, logits[1].logsumexp(-1)]) - _picked(logits, y)
 
 
+def labels_written_between_rows(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits, y = m.head(x), y.clamp(min=0).unsqueeze(-1)
+    first = logits[0].log_softmax(-1).gather(-1, y[0])
+    y.zero_()
+    return torch.stack([first, logits[1].log_softmax(-1).gather(-1, y[1])])
+
+
 def one_row_without_a_gradient(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float()
     with torch.no_grad():
@@ -347,6 +354,7 @@ def a_view_is_read_too(m: Program, x: Tensor, y: Tensor) -> Tensor:
 STAY = [
     in_another_order, one_row_twice, one_row_of_all, labels_in_another_order, one_row_scaled,
     put_together_otherwise, of_columns, of_one_token_and_columns, over_rows, written_between_rows,
+    labels_written_between_rows,
     one_row_without_a_gradient, with_a_gap, elsewhere, read_too_early, written_twice,
     a_row_is_read_too, scaled_after_it_is_read, read_by_another_name, soft_labels_second,
     classes_first, a_view_is_read_too,
