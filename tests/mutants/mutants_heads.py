@@ -50,7 +50,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     _left("the same rows", "if not are_whole and any(", "penalty_of_other_rows", "if all(", PARTS),
     _left(
         "labels come first",
-        "if are_whole and view.order[labels] < view.order[first]:",
+        "if all(view.order[n] < view.order[first] for n in made):",
         "labels_of_a_log_sum_exp",
         "if True:",
         PARTS,
@@ -103,7 +103,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     _left(
         "readers with a gradient",
-        "reader is output or _is_aside(reader)",
+        "reader is output or _is_aside(view, reader)",
         "also_a_penalty",
         "True",
     ),
@@ -119,7 +119,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "written_behind",
     ),
     _left(
-        "all rows of what is returned", "if not reads_all(head):", "some_rows_of_what_is_returned"
+        "all rows of what is returned",
+        "if not reads_all(head) and (is_returned or not stay):",
+        "some_rows_of_what_is_returned",
     ),
     _left(
         "something wants a gradient",

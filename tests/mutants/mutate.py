@@ -48,6 +48,7 @@ import mutants_matching
 import mutants_pixels
 import mutants_provenance
 import mutants_rest
+import mutants_spellings
 import mutants_tp
 import mutants_values
 import mutants_verify
@@ -226,7 +227,7 @@ def all_mutants() -> list[Mutant]:
         mutants_attention_split, mutants_bmm, mutants_by_hand, mutants_cache, mutants_conv1d,
         mutants_depthwise, mutants_extreme, mutants_grouped, mutants_halves, mutants_heads,
         mutants_install, mutants_masks, mutants_pixels, mutants_provenance, mutants_rest,
-        mutants_tp, mutants_values, mutants_verify, mutants_views,
+        mutants_spellings, mutants_tp, mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]

@@ -7,6 +7,7 @@ then one of the losses, with all their options; logits may be returned, at any s
 accuracy, and the loss may be in a checkpoint or under another autocast. A third of the programs
 have a trap: something else reads or writes what lies between, or a step is not one of a head's.
 A quarter multiply in fp32 what they cast up from 16 bits; returned logits are a trap of these.
+Half are spelled otherwise where they can be: in pieces, scaled in place, with the classes second.
 
 Without a trap the head must be one op with its loss. With or without, values and gradients are
 held to the contract against float64.
@@ -104,6 +105,9 @@ class Writer:
         self.names = ["z"]  # of logits, at each step
         self.scaled = False
         self.made.wide = random.Random(f"wide {seed}").random() < 0.25
+        self.spelling = random.Random(f"spelling {seed}")
+        self.respells = self.spelling.random() < 0.5
+        self.in_place = self.respells and not trap and self.spelling.random() < 0.3
         if self.made.wide:
             self.made.casts, self.made.width = False, self.made.width // 8 * 8
 
@@ -129,6 +133,9 @@ class Writer:
             body.append(f"{self.names[-1]}.mul_(0.5)")
         if trap == "operand":
             body += ["with torch.no_grad():", "    x.mul_(0.5)"]
+        if self.in_place:
+            how = self.spelling.choice(("{}.div_(1.7)", "{0} /= 0.8", "{}.mul_(2)", "{0} *= -0.5"))
+            body.append(how.format(self.names[-1]))
         elsewhere = inside != around
         lines = self.losses()
         if elsewhere:
@@ -208,20 +215,37 @@ class Writer:
         if self.loss == "module":
             module = f"nn.CrossEntropyLoss({how}{smooth}{weight.replace('.to(', '.float().to(')})"
             return [f"v = {flat}", f"total = {module}(v, {labels}){end}"]
+        if self.respells and self.loss == "cross entropy" and len(self.shape) > 1:
+            moved = self.spelling.choice(("movedim(-1, 1)", "moveaxis(-1, 1)"))
+            if len(self.shape) == 2:
+                moved = self.spelling.choice(("transpose(1, 2)", "permute(0, 2, 1)", moved))
+            labels = "y" if ignored else "y.clamp(min=0)"
+            lines = [f"v = {now}{draw.choice(('', '.float()'))}"]
+            return [
+                *lines,
+                f"total = F.cross_entropy(v.{moved}, {labels}, {how}{smooth}{weight}){end}",
+            ]
         if self.loss == "nll":
             likely = draw.choice((f"F.log_softmax({flat}, -1)", f"{flat}.log_softmax(1)"))
             return [f"total = F.nll_loss({likely}, {labels}, {how}){end}"]
         if self.loss == "gather":
-            likely = f"{now}{draw.choice(('', '.float()'))}.log_softmax(-1)"
-            return [
-                f"likely = {likely}.gather(-1, {rows}[..., None]).squeeze(-1)",
-                "total = (likely.exp() + likely).mean()",
-            ]
+            cast = draw.choice(("", ".float()"))
+            total = "total = (likely.exp() + likely).mean()"
+            if self.respells:
+                pieces = f"{{}}{cast}.log_softmax(-1).gather(-1, {{}}[..., None]).squeeze(-1)"
+                return [*self.pieces("likely", pieces, now, rows), total]
+            likely = f"{now}{cast}.log_softmax(-1)"
+            return [f"likely = {likely}.gather(-1, {rows}[..., None]).squeeze(-1)", total]
         if self.loss == "by hand":
             lse = f"lse = v.logsumexp({draw.choice((-1, 'dim=-1'))})"
             picked = f"picked = v.gather(-1, {rows}.unsqueeze(-1)).squeeze(-1)"
             total = f"total = (lse - picked).{draw.choice(('mean', 'sum'))}() / 3"
-            return [f"v = {now}{draw.choice(('', '.float()'))}", lse, picked, total]
+            v = f"v = {now}{draw.choice(('', '.float()'))}"
+            if self.respells:
+                parts = self.pieces("lse", "{}.logsumexp(-1)", "v")
+                both = [*parts, picked] if self.spelling.random() < 0.5 else [picked, *parts]
+                return [v, *both, total]
+            return [v, lse, picked, total]
         lines = [f"v = {flat}"]
         loss = f"total = F.cross_entropy(v, {labels}, {how}{smooth}{weight}){end}"
         if self.loss != "z-loss":
@@ -231,8 +255,31 @@ class Writer:
         both = [lse, loss] if draw.random() < 0.5 else [loss, lse]
         return [*lines, *both, "total = total + 0.01 * lse.square().mean()"]
 
+    def pieces(self, name: str, piece: str, *of: str) -> list[str]:
+        """Of tensors of rows, what a piece says, put together."""
+        way = self.spelling.choice(("rows", "split", "chunk", "written", "unbind"))
+        way = "split" if len(self.shape) == 1 and way in ("rows", "unbind") else way
+        names = ["a", "b"][: len(of)]
+        size = self.spelling.randint(1, 3)
+        lines = [f"of_{one} = {source}" for one, source in zip(names, of)]
+        sources = [f"of_{one}" for one in names]
+        if way == "written":
+            count, parts = self.shape[0], [f"{source}[{{0}}:{{1}}]" for source in sources]
+            lines.append(f"{name} = of_a.new_zeros(of_a.shape[:-1])")
+            for first in range(0, count, size):
+                ends = first, min(first + size, count)
+                right = piece.format(*(part.format(*ends) for part in parts))
+                lines.append(f"{name}[{ends[0]}:{ends[1]}] = {right}")
+            return lines
+        suffix = {"rows": "", "split": f".split({size})", "chunk": f".chunk({size})",
+                  "unbind": ".unbind(0)"}[way]  # fmt: skip
+        joined = "stack" if way in ("rows", "unbind") else "cat"
+        each = ", ".join(f"{source}{suffix}" for source in sources)
+        loop = f"for {', '.join(names)} in " + (f"zip({each})" if len(of) > 1 else each)
+        return [*lines, f"{name} = torch.{joined}([{piece.format(*names)} {loop}])"]
+
     def returned(self) -> str:
-        if self.draw.random() < 0.6:
+        if self.in_place or self.draw.random() < 0.6:
             return ""
         # Some rows of what is returned are refused.
         if self.made.trap != "nothing" and len(self.names) > 1 and not self.keeps_rows:

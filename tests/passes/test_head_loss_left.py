@@ -71,10 +71,6 @@ def soft_labels(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, F.one_hot(y.clamp(0).view(-1), V).to(logits.dtype))
 
 
-def classes_in_between(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(x).transpose(1, 2), y)
-
-
 def one_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x)[0, 0], y[0, 0])
 
@@ -226,12 +222,6 @@ def scaled_likelihoods(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return F.nll_loss(m.head(x).view(-1, V).log_softmax(-1) * 2, y.view(-1))
 
 
-def scaled_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
-    logits = m.head(x)
-    logits /= 2
-    return F.cross_entropy(logits.view(-1, V), y.view(-1))
-
-
 def reshaped_in_place(m: Program, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         h = x * 1.0
@@ -296,9 +286,7 @@ LEFT = {
     capped_twice: "",
     of_nothing: "",
     scaled_likelihoods: "",
-    scaled_in_place: "something is written",
     one_row: "is not [rows, classes]",
-    classes_in_between: "",
     of_some_columns: "",
     columns_turned_to_rows: "",
     of_log_softmax_twice: "",

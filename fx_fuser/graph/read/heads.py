@@ -27,6 +27,7 @@ from fx_fuser.graph.read.view import View
 
 _CASTS = {"float", "to", "type", "type_as", "half", "bfloat16", "contiguous"}
 _RESHAPES = {"view", "reshape"}
+_MOVING = _CASTS | _RESHAPES | {"flatten", "getitem"}
 _LOSSES = (F.cross_entropy, F.nll_loss)
 # An operation that moves rows of logits, and can move those of x alike: a name of `MOVES` and its
 # arguments (for a reshape, all sizes but the last). None: a cast, which moves nothing.
@@ -77,11 +78,14 @@ def has_losses(gm: GraphModule) -> bool:
 
 
 def is_loss(node: Node) -> bool:
+    """May it be one?  Also a gather of log_softmax, or of some rows of one."""
     if node.target in _LOSSES:
         return True
     if called_name(node) != "gather" or not is_torchs(node):
         return False
     likely = argument_of(node, 0, "input")
+    while isinstance(likely, Node) and called_name(likely) in _MOVING and is_torchs(likely):
+        likely = likely.args[0] if likely.args else None
     return isinstance(likely, Node) and called_name(likely) == "log_softmax"
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -43,7 +43,8 @@ from fx_fuser.graph.read.heads import (
     value_of,
 )
 from fx_fuser.graph.read.naming import called, statement
-from fx_fuser.graph.read.nodes import hint_of, meta_tensor, storages
+from fx_fuser.graph.read.nodes import hint_of, is_torchs, meta_tensor, storages
+from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.head_loss import spec_of
@@ -53,12 +54,16 @@ from fx_fuser.ops.head_kept import Returned
 from fx_fuser.ops.head_loss import OPERANDS, pieces_of, width_of
 from fx_fuser.ops.head_wide import piece_of
 from fx_fuser.options import Options
+from fx_fuser.passes.head_loss.edits import settle
 from fx_fuser.passes.head_loss.parts import Stays, heads_of, parts_of, reads_all
 from fx_fuser.passes.head_loss.rewrite import rewrite
+from fx_fuser.passes.head_loss.spellings import respell
 from fx_fuser.passes.head_loss.wide import Wide, kernels_of, wide_of
+from fx_fuser.planning.surroundings import VIEWS
 
 log = logging.getLogger("fx_fuser.passes.head_loss")
 COUNTER = "fx_fuser_heads"
+_VIEWS = VIEWS | {"getitem", "split", "chunk", "unbind", "tensor_split"}
 # By rule, not by a contest, which would have to run the step's largest gemms with all their logits
 # while compiling. Fewer bytes of logits may fit into L2, where softmax's passes cost little. A
 # piece costs the host some 60 us, in which an H200 multiplies 2048 rows, 8192 columns, 512 wide.
@@ -89,9 +94,22 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
 
     is_body: is it that of a region, such as a checkpoint?
     """
+    if not any(is_loss(n) or is_log_sum_exp(n) for n in graph.nodes):
+        return []
+    kind = "cpu" if options.cpu_ops else "cuda"
+    edits = respell(graph, kind, options.strict)
+    found, taken = _fuse_all(graph, kind, options, is_body)
+    undone = settle(edits, taken)
+    return [replace(one, node=undone.get(one.node, one.node)) for one in found]
+
+
+def _fuse_all(
+    graph: Graph, kind: str, options: Options, is_body: bool
+) -> tuple[list[HeadLoss], set[Node]]:
+    """Also returns the nodes that became part of an op."""
     found: list[HeadLoss] = []
     view: View | None = None
-    kind, done = "cpu" if options.cpu_ops else "cuda", set[Node]()
+    done, taken = set[Node](), set[Node]()
     for node in [n for n in graph.nodes if is_loss(n) or is_log_sum_exp(n)]:
         if node in done or (is_log_sum_exp(node) and not value_of(node).requires_grad):
             continue
@@ -113,8 +131,9 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
             log.info("a loss is left as it is", exc_info=error)
         else:
             found.append(fused)
+            taken |= {n for one in heads.values() for n in one.nodes}
             view = None  # the graph has changed
-    return found
+    return found, taken
 
 
 # ---- what stays ----------------------------------------------------------------------------------
@@ -131,18 +150,19 @@ def _fuse(
         _check_head(view, one, wide)
     inner = {n for one in heads.values() for n in one.nodes}
     others = [(one, other) for one in heads.values() for other in _others(view, one, inner)]
+    is_alone = len(heads) == 1
+    # Forward does not know the gradient of a loss per row, and a checkpoint runs it twice.
+    waits = parts.given.reduction == "none" or is_body
+    stay = not is_alone or (waits and value_of(node).requires_grad)
     for one in heads.values():
         if own := [other for of, other in others if of is one]:
-            _check_others(view, one, own)
+            _check_others(view, one, own, stay)
     is_returned = any(reader.op == "output" for _, (_, reader) in others)
     if is_body and is_returned:
         raise Stays("its logits leave a checkpoint or another region")
-    is_alone = len(heads) == 1
     if not is_alone:
         _check_unwritten(view, heads)
-    # Forward does not know the gradient of a loss per row, and a checkpoint runs it twice.
-    waits = parts.given.reduction == "none" or is_body
-    stay = not is_alone or bool(others) or (waits and value_of(node).requires_grad)
+    stay |= bool(others)
     kernels = [spec_of(head.kind, parts.tail)]
     if wide is not None:
         _check_unread(others)
@@ -201,28 +221,36 @@ def _others(view: View, head: Head, inner: Collection[Node]) -> list[tuple[Node,
     return [(value, reader) for value, reader in found if reader not in inner]
 
 
-def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]]) -> None:
+def _check_others(view: View, head: Head, others: Sequence[tuple[Node, Node]], stay: bool) -> None:
+    """stay: would the logits stay without the others?"""
     loss, output = head.nodes[0], view.nodes[-1]
     for value, reader in others:
         by = "the caller" if reader is output else statement(reader)
         said = f"its logits {called(value)} are also read by {by}"
-        if value not in head.logits or not (reader is output or _is_aside(reader)):
+        if value not in head.logits or not (reader is output or _is_aside(view, reader)):
             raise Stays(said)
         if not value_of(loss).requires_grad:
             raise Stays(f"{said}, and nothing requires a gradient")
     results = output.args[0]  # a graph of DDPOptimizer may return a single value
     if not isinstance(results, (tuple, list)) or not all(isinstance(n, Node) for n in results):
         raise Stays("the graph's results are not a list of values")
-    if not reads_all(head):  # the kernels need consecutive rows
+    is_returned = any(reader is output for _, reader in others)
+    if not reads_all(head) and (is_returned or not stay):  # the kernels need consecutive rows
         raise Stays("the loss reads some rows of logits that others read as well")
     if _is_written(view, head, output):
         raise Stays("something is written after its Linear")
 
 
-def _is_aside(reader: Node) -> bool:
-    """Does no gradient reach the logits through it?"""
-    value = value_of(reader)
-    return type(value) is FakeTensor and not value.requires_grad
+def _is_aside(view: View, reader: Node) -> bool:
+    """Does no gradient reach the logits through it?  Views that torch.no_grad makes claim one."""
+    value = reader.meta.get("example_value")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    if any(type(one) is not FakeTensor for one in values):
+        return False
+    if not any(one.requires_grad for one in values):
+        return True
+    is_view = called_name(reader) in _VIEWS and is_torchs(reader)
+    return is_view and all(_is_aside(view, one) for one in view.readers[reader])
 
 
 def _gain(head: Head, stay: bool, is_returned: bool, options: Options, is_wide: bool) -> int | None:

@@ -30,7 +30,14 @@ from fx_fuser.graph.read.heads import (
     read_head,
     value_of,
 )
-from fx_fuser.graph.read.nodes import argument_of, hint_of, is_torchs, meta_tensor, storages
+from fx_fuser.graph.read.nodes import (
+    argument_of,
+    hint_of,
+    is_torchs,
+    meta_tensor,
+    nodes_in,
+    storages,
+)
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View
 
@@ -117,7 +124,11 @@ def reads_all(head: Head) -> bool:
 
 
 def _moves(head: Head) -> tuple[Step, ...]:
-    return tuple(step for step in head.steps if step is not None)
+    """Which rows it reads, in which order."""
+    steps = [step for step in head.steps if step is not None]
+    while steps and steps[-1][0] in ("reshape", "flatten"):
+        steps.pop()
+    return tuple(steps)
 
 
 def _made_of(labels: Node) -> list[Node]:
@@ -147,7 +158,8 @@ def _place(view: View, heads: dict[Node, Head], labels: Node, are_whole: bool) -
     readers = [n for node in heads for n in view.readers[node]]
     if all(view.order[n] > view.order[last] for n in readers):
         return last
-    if are_whole and view.order[labels] < view.order[first]:
+    made = [labels] if are_whole else [labels, *nodes_in(heads[first].steps)]
+    if all(view.order[n] < view.order[first] for n in made):
         return first
     raise Stays("its log-sum-exp is read before its labels are made")
 
