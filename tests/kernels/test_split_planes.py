@@ -57,6 +57,7 @@ def test_few_tiles_of_a_long_k_fill_the_gpu(sizes) -> None:
     assert stages(*sizes, chunks) <= 1.3 * ideal < stages(*sizes, 1)
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize(
     "sizes",
@@ -72,6 +73,7 @@ def test_one_chunk_where_more_gain_nothing(sizes) -> None:
     assert kernels.linear_split_choice(*sizes).chunks == 1
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize(
     ("sizes", "weight_first"),

@@ -23,7 +23,13 @@ PAGES = [
 FOLDERS = ("fx_fuser", "patterns", "kernels_cu", "benchmarks", "tests", ".ci", ".github")
 CODE = {".py", ".cu", ".cuh", ".h", ".cpp", ".yml", ".toml", ""}
 # What users or torch name, and no file here.
-ELSEWHERE = {"graph_breaks", "torchcompile", "TORCH_COMPILE_BACKEND", "loss_type"}
+ELSEWHERE = {
+    "graph_breaks",
+    "torchcompile",
+    "TORCH_COMPILE_BACKEND",
+    "loss_type",
+    "selective_log_softmax",
+}
 # Modules whose names are those of other things, too: an op, a result, a user's variable.
 SHARED = {"run", "site", "step", "text"}
 SUFFIXES = ("py", "md", "cu", "cuh", "h", "cpp", "json", "txt", "toml", "yml")

@@ -276,7 +276,8 @@ class Beside:
             model.train(mode)
 
 
-@pytest.mark.parametrize("momentum", [0.1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_bottleneck_in_training(momentum: float | None) -> None:
     """Both of its 1 x 1 convolutions; three steps of running statistics, then evaluation, then
     training again."""

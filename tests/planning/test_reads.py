@@ -49,6 +49,7 @@ def threshold_of(model: nn.Module, grad: bool = False, **options: Any) -> int:
     return seen.thresholds[0]
 
 
+@pytest.mark.slow  # a cold cache: Inductor compiles its headers
 def test_one_less_where_a_bias_is_fused_and_its_sum_is_not() -> None:
     assert threshold_of(Layer(bias=True)) == BY_DEFAULT - 1
 

@@ -37,7 +37,7 @@ _MOVES = {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"}
 
 
 def respell(graph: Graph, kind: str, strict: bool) -> list[Edit]:
-    """Edits the graph, where it surely computes the same then. kind: of the device."""
+    """Edits the graph, where that is proven to compute the same. kind: of the device."""
     edits: list[Edit] = []
     for is_one, respelled in _SPELLINGS:
         view: View | None = None
