@@ -2,15 +2,20 @@
 
     python -m benchmarks.heads            # only heads, then GPT-2 and a Llama
     python -m benchmarks.heads gpt2       # those whose name contains "gpt2"
+    python -m benchmarks.heads --out benchmarks/results/heads/gpu.json
 
-Values of the bare heads are compared with float64 as well.
+Values of the bare heads are compared with float64 as well. Each row is in the file as soon as it is
+measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
+import os
 from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fx_fuser
+from benchmarks import measure, results
+from benchmarks.run import commit_here
+from benchmarks.sm90 import CUDA
 
 COLUMNS = ["inductor", "fx_fuser"]
 BF16 = torch.bfloat16
@@ -132,6 +140,31 @@ class LikelyTokens(Head):
         return -ratio.mean()
 
 
+class TokenByToken(LikelyTokens):
+    """The log-probabilities as trl's `selective_log_softmax` computes them: sequence by sequence,
+    with logits that a temperature has divided in place."""
+
+    SEQUENCES = 8
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(x).view(self.SEQUENCES, -1, self.head.out_features)
+        logits.div_(0.9)
+        of_rows = zip(logits, labels.view(self.SEQUENCES, -1, 1))
+        picked = [row.log_softmax(-1).gather(-1, label) for row, label in of_rows]
+        likely = torch.stack(picked).float()
+        return -(likely - likely.detach()).exp().mean()
+
+
+class WideTokenByToken(TokenByToken):
+    """Likewise, of an fp32 head: logsumexp by sequence."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.logits_of(x).view(self.SEQUENCES, -1, self.head.out_features)
+        picked = logits.gather(-1, labels.view(self.SEQUENCES, -1, 1)).squeeze(-1)
+        likely = picked - torch.stack([row.logsumexp(-1) for row in logits])
+        return -(likely - likely.detach()).exp().mean()
+
+
 class WideLoss(LikelyTokens):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.logits_of(x).flatten(0, 1), labels.flatten())
@@ -162,6 +195,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "head in fp32, likely tokens": head(*IN_FP32, LikelyTokens),
     "head in fp32, cross entropy": head(*IN_FP32, WideLoss),
     "head in fp32, likely tokens, TF32": functools.partial(in_tf32, head(*IN_FP32, LikelyTokens)),
+    "head of GPT-2, 8192 rows, sequence by sequence": head(
+        8192, 768, 50257, None, kind=TokenByToken
+    ),
+    "head in fp32, sequence by sequence": head(*IN_FP32, WideTokenByToken),
     "gpt2": gpt2,
     "gpt2 with logits": functools.partial(gpt2, returns=True),
     "llama": llama,
@@ -169,12 +206,37 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+def row_of(case: str, made: fx_fuser.Comparison) -> dict[str, Any]:
+    """A row of the file: ms, MiB, and seconds of the first call."""
+    row: dict[str, Any] = {"case": case}
+    for name, column in made.columns.items():
+        row[f"{name}_wall_ms"], row[f"{name}_ms"] = column.wall_ms, column.gpu_ms
+        row[f"{name}_peak_mib"], row[f"{name}_first_s"] = column.peak_mib, column.first_s
+    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    commit = os.environ.get("FX_FUSER_COMMIT") or commit_here()
+    return {**row, **measure.machine(CUDA), "date": date, "commit": commit}
+
+
+def _case(row: dict[str, Any]) -> str:
+    return str(row["case"])
+
+
+def _place(row: dict[str, Any]) -> int:
+    return [*CASES].index(_case(row))
+
+
 def main() -> None:
-    wanted = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help="of the names of the cases; all by default")
+    parser.add_argument("--out", type=Path, help="a file of rows, of which these are replaced")
+    options = parser.parse_args()
     for name, compared in CASES.items():
-        if not wanted or any(part in name for part in wanted):
+        if not options.parts or any(part in name for part in options.parts):
             torch.manual_seed(0)
-            print(f"{name}\n{compared()}\n", flush=True)
+            made = compared()
+            print(f"{name}\n{made}\n", flush=True)
+            if options.out:
+                results.replace_rows(options.out, [row_of(name, made)], _case, _place)
 
 
 if __name__ == "__main__":
