@@ -124,6 +124,17 @@ def test_a_scale_that_others_read() -> None:
     check(program(body), leaf(2, 4, 5, 7), fuses=TAKEN, **GROWTH)
 
 
+def test_a_scale_that_two_norms_share() -> None:
+    """One is of an image without a batch, and is left. It still reads the scale and the shift."""
+
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = rows(m.w) * (rows(m.rv) + 1e-5).rsqrt()
+        shift = rows(m.b) - rows(m.rm) * scale
+        return (m.conv(x) * scale + shift).relu(), (m.conv(x[0]) * scale + shift).relu()
+
+    check(program(body), leaf(2, 4, 5, 7), fuses=TAKEN, leaves=("conv2d",), **GROWTH)
+
+
 def test_explain() -> None:
     options = {**GROWTH, "cpu_ops": True}
     report = fx_fuser.explain(program(relu_of(torchvision)), leaf(2, 4, 5, 7), options=options)

@@ -60,6 +60,18 @@ class _Written:
     product: dict[str, Any]
     values: tuple[Any, ...]
 
+    def write(self) -> None:
+        """Write it so again."""
+        norm, graph = self.norm, self.norm.node.graph
+        # Its convolution may have been replaced since.
+        written = _with(self.product, {norm.convolution: input_of(norm.node)})
+        with graph.inserting_before(norm.node):
+            product = graph.create_node(**written)
+        product.meta = norm.product.meta
+        _write(norm.node, _with(self.sum, {norm.product: product}))
+        for node, value in zip(norm.rounded, self.values):
+            node.meta["example_value"] = value
+
 
 @dataclass(frozen=True)
 class Frozen:
@@ -68,22 +80,15 @@ class Frozen:
     norms: tuple[_Written, ...] = ()
 
     def restore(self) -> None:
-        """Write out what was not fused. Of the others erase what nothing reads any more."""
+        """Write out what was not fused. Then erase what only the others read: two norms may share
+        a scale."""
         for was in self.norms:
-            norm, graph = was.norm, was.norm.node.graph
-            if norm.node._erased:
-                for node in reversed(norm.made):
-                    if not node._erased and not node.users:
-                        graph.erase_node(node)
-                continue
-            # Its convolution may have been replaced since.
-            written = _with(was.product, {norm.convolution: input_of(norm.node)})
-            with graph.inserting_before(norm.node):
-                product = graph.create_node(**written)
-            product.meta = norm.product.meta
-            _write(norm.node, _with(was.sum, {norm.product: product}))
-            for node, value in zip(norm.rounded, was.values):
-                node.meta["example_value"] = value
+            if not was.norm.node._erased:
+                was.write()
+        for norm in (was.norm for was in self.norms if was.norm.node._erased):
+            for node in reversed(norm.made):
+                if not node._erased and not node.users:
+                    node.graph.erase_node(node)
 
 
 def as_batch_norms(graph: Graph) -> Frozen:
