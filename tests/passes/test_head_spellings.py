@@ -3,6 +3,7 @@ op, or stays exactly as it is written."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from heads import BF16, F16, IGNORED, B, Body, T, V, autocast, check, labels, model, rows, widened
 from helpers import Program, calls, compiled, recorded
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 
@@ -179,6 +181,15 @@ FORMS = [
 def test_under_autocast(body: Body) -> None:
     y = labels(B, T).clamp(min=0) if body is classes_second_of_each_row else labels(B, T)
     check(model(autocast(body)), rows(B, T), y)
+
+
+@pytest.mark.parametrize("body", FORMS, ids=lambda body: body.__name__)
+@pytest.mark.each_once
+def test_in_a_checkpoint_under_autocast(body: Body) -> None:
+    """Whose body does not show the autocast: results are in fp32 all the same."""
+    y = labels(B, T).clamp(min=0) if body is classes_second_of_each_row else labels(B, T)
+    again = partial(checkpoint, body, use_reentrant=False)
+    check(model(autocast(again)), rows(B, T), y)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])

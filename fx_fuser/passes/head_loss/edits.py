@@ -73,7 +73,11 @@ class Maker:
         self.at = at
         self.made: list[Node] = []
 
-    def __call__(self, op: str, target: Any, args: Any, kwargs: Any, like: Node) -> Node:
+    def __call__(
+        self, op: str, target: Any, args: Any, kwargs: Any, like: Node,
+        dtype: torch.dtype | None = None,
+    ) -> Node:  # fmt: skip
+        """dtype: of the result, if it is not that of `like`."""
         graph: Graph = self.at.graph
         known = map_arg((args, kwargs), lambda n: n.meta["example_value"])
         called = getattr(torch.Tensor, target) if op == "call_method" else target
@@ -81,6 +85,8 @@ class Maker:
         gradients = torch.set_grad_enabled(value.requires_grad)
         with value.fake_mode, gradients, self.view.region[like].autocast():
             fake = called(*known[0], **known[1])
+            # A body does not show the autocast that it is called under; `like` has run under it.
+            fake = fake.to(dtype or value.dtype)
         with graph.inserting_before(self.at):
             node = graph.create_node(op, target, args, kwargs)
         node.meta = {**like.meta, "example_value": fake}

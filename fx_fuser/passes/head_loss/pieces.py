@@ -118,7 +118,8 @@ def _join(view: View, node: Node) -> Edit:
         whole = _made(maker, first.form)
         value, now = value_of(node), value_of(whole)
         if joined.writes and now.dtype is not value.dtype:
-            whole = maker("call_method", "to", (whole, value.dtype), {}, first.form.like)
+            to = value.dtype
+            whole = maker("call_method", "to", (whole, to), {}, first.form.like, to)
             now = value_of(whole)
         _check(now.shape == value.shape, now.dtype is value.dtype, now.device == value.device)
         _check(now.requires_grad == any(value_of(p).requires_grad for p in joined.pieces))
