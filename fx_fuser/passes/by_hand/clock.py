@@ -137,7 +137,7 @@ _LANES = 16  # of a row of torch's mask, at most, in whole vectors
 # With fewer scores, launching the model's own operations takes longer than running them.
 _FEW_SCORES = 2**20
 # tests/passes/test_by_hand_windows_gpu.py is to run the kernels in place of torch's call first.
-SAFE_WINDOWS_HAVE_RUN = False
+SAFE_WINDOWS_HAVE_RUN = True
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Windows:
 # ---- gathers -----------------------------------------------------------------------------------
 
 # tests/kernels/test_gather_rows.py is to run the kernels on a GPU first.
-GATHERS_HAVE_RUN = False
+GATHERS_HAVE_RUN = True
 
 
 @dataclass(frozen=True)

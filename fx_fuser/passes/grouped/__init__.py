@@ -19,7 +19,7 @@ from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits, se
 from fx_fuser.passes.grouped.site import GroupedSite
 
 # The tests have not run on a GPU yet: issue 45.
-OFFERED = False
+OFFERED = True
 COUNTERS = "fx_fuser_grouped"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 
 

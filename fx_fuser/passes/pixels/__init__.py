@@ -28,7 +28,7 @@ from fx_fuser.planning import plan
 log = logging.getLogger("fx_fuser.passes.pixels")
 
 # Its GPU tests have not run: issue 46.
-OFFERED = False
+OFFERED = True
 COUNTERS = "fx_fuser_pixels"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 _NORMS = ("batch_norm", "native_batch_norm")
 
