@@ -106,6 +106,16 @@ def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     return made
 
 
+def call_of_strides(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """`call`, of an op that is to get its tensors with the strides that they have here. Inductor
+    hands other ops that a pass adds what it likes, whatever a `clone` in front of them says: the
+    op's own default, exact strides, holds where this entry is (torch/_inductor/graph.py)."""
+    made = call(graph, like, target, *args, **kwargs)
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "fx_fuser":
+        made.meta["eager_input_vals"] = map_arg((args, kwargs), lambda n: n.meta["val"])
+    return made
+
+
 _failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
 
 
