@@ -251,6 +251,7 @@ template <class T, int kD>
 __device__ __forceinline__ void store_rows(const BiasRows& to, int batch, int head, int rows, int d,
                                            const Sums<kD>& sum, const float (&factor)[2],
                                            uint32_t tile, const Lane& at) {
+  __syncwarp();  // each lane has read these rows for all
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
