@@ -3,15 +3,19 @@ and on the CPU emulator alike."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.sm90 import CUDA
 from fx_fuser.kernels import pixels
+from fx_fuser.native import load
+from fx_fuser.ops import run
 from fx_fuser.ops.pixels import MOMENTS
 
 # Calls a function of `fx_fuser::run`: its results, and how many kernels were launched.
@@ -163,3 +167,14 @@ def refusals(failures: list[str], called: Called) -> None:
         exact = torch.nn.functional.conv2d(given.double(), by.double())
         if not bool(((found[0].double() - exact).abs() <= 2**-6 * exact.abs() + 1e-2).all()):
             failures.append(f"{what}: wrong")
+
+
+def on_gpu(function: str, *arguments: Any) -> tuple[list[Tensor], int]:
+    """All results, and how many kernels were launched: none where torch's operations ran."""
+    load.prepare(pixels.offered(), "cuda")
+    known = run._functions[function]
+    fallback = mock.Mock(wraps=known.in_torch)
+    counted = dataclasses.replace(known, in_torch=fallback)
+    with mock.patch.dict(run._functions, {function: counted}):
+        found = run.MANY(*run.arguments(function, arguments))
+    return found, 0 if fallback.called else LAUNCHES

@@ -398,7 +398,7 @@ def test_training_under_autocast(monkeypatch, groups, stride) -> None:
         x = torch.randn(4, 48, 17, 15, device="cuda").to(memory_format=LAST)
         results = []
         for model, call in ((ours, compiled), (eager, eager), (exact, exact)):
-            given = x.to(next(model.parameters()).dtype).requires_grad_()
+            given = x.to(next(model.parameters()).dtype, copy=True).requires_grad_()
             with torch.autocast("cuda", torch.bfloat16, enabled=model is not exact):
                 y = call(given)
             y.double().square().mean().backward()

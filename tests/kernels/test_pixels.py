@@ -4,23 +4,19 @@ its statistics beside torch's own, and a whole block of ResNet-50 in training.""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import uuid
 from typing import Any
-from unittest import mock
 
 import pixels_checks
 import pytest
 import torch
 from checks import passes
-from pixels_checks import LAUNCHES, Sizes
+from pixels_checks import LAUNCHES, Sizes, on_gpu
 from sm90 import gpu
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fx_fuser.kernels import pixels as of_kernels
-from fx_fuser.native import load
-from fx_fuser.ops import run
 from fx_fuser.ops.pixels import MOMENTS
 from fx_fuser.passes import pixels
 
@@ -28,31 +24,20 @@ CUDA = torch.device("cuda")
 LAST = torch.channels_last
 
 
-def called(function: str, *arguments: Any) -> tuple[list[Tensor], int]:
-    """All results, and how many kernels were launched: none where torch's operations ran."""
-    load.prepare(of_kernels.offered(), CUDA)
-    known = run._functions[function]
-    fallback = mock.Mock(wraps=known.in_torch)
-    counted = dataclasses.replace(known, in_torch=fallback)
-    with mock.patch.dict(run._functions, {function: counted}):
-        found = run.MANY(*run.arguments(function, arguments))
-    return found, 0 if fallback.called else LAUNCHES
-
-
 @gpu
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sizes(seed: int) -> None:
-    passes(pixels_checks.sweep, called, 12, seed, 60_000, 600)
+    passes(pixels_checks.sweep, on_gpu, 12, seed, 60_000, 600)
 
 
 @gpu
 def test_families() -> None:
-    passes(pixels_checks.families, called, range(len(of_kernels.SHAPES)), 3000, 136)
+    passes(pixels_checks.families, on_gpu, range(len(of_kernels.SHAPES)), 3000, 136)
 
 
 @gpu
 def test_refusals() -> None:
-    passes(pixels_checks.refusals, called)
+    passes(pixels_checks.refusals, on_gpu)
 
 
 @gpu
@@ -62,7 +47,7 @@ def test_layers_of_resnet50(k: int, channels: int, side: int) -> None:
     sizes = Sizes(32, side, side, k, channels)
     x, weight = pixels_checks.operands(sizes, torch.bfloat16)
     for shape in range(len(of_kernels.SHAPES)):
-        pixels_checks.check(failures, called, sizes, x, weight, shape)
+        pixels_checks.check(failures, on_gpu, sizes, x, weight, shape)
     assert not failures, "\n".join(failures)
 
 
@@ -75,7 +60,7 @@ def test_statistics_are_as_exact_as_torchs(mean: float) -> None:
     x, weight = pixels_checks.operands(sizes, torch.float16)
     x[:, 0], weight[:, 0] = 1.0, mean
     for shape in range(len(of_kernels.SHAPES)):
-        (z, *found), launches = called(MOMENTS, x, weight, of_kernels.spec_of(x.dtype).name, shape)
+        (z, *found), launches = on_gpu(MOMENTS, x, weight, of_kernels.spec_of(x.dtype).name, shape)
         assert launches == LAUNCHES
         rows = z.permute(0, 2, 3, 1).reshape(-1, sizes.channels)
         variance, of_rows = torch.var_mean(rows.double(), 0, correction=0)
