@@ -4,7 +4,7 @@
     flock(2): https://man7.org/linux/man-pages/man2/flock.2.html
 
 A compilation keeps one core busy, and a GPU hardly at all, except where candidates are timed. So
-nets compile together, and whoever times something has the machine to itself meanwhile.
+nets compile together, and a process that times something stops the others.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from fx_fuser.options import Options
 from fx_fuser.passes import provenance
 from fx_fuser.passes.by_hand.rewrite import ByHand, attentions
 from fx_fuser.passes.contractions import Contraction
+from fx_fuser.passes.convolution.later import later
 from fx_fuser.passes.head_loss import HeadLoss
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import plan
@@ -163,6 +164,7 @@ def _grown_at(
         gainless = plan.no_gain(grown, options) if isinstance(grown, Match) else ""
         if gainless and isinstance(grown, Match):
             gainless = plan.needs_inference(grown, options) or gainless
+            gainless += later(site, options)
         return gainless or grown
     gainless = plan.no_gain(only, options)
     if gainless:

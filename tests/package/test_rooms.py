@@ -230,6 +230,7 @@ NAMED = {
     "passes.by_hand.gathers": {"attention"},
     "passes.by_hand.windows": {"attention"},
     "passes.conv1d.site": {"conv1d"},
+    "passes.convolution.later": {"depthwise", "grouped", "pixels"},  # for reports
     "passes.depthwise.site": {"depthwise"},
     "passes.grouped.site": {"grouped"},
     "passes.pixels.site": {"pixels"},

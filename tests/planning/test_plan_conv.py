@@ -19,14 +19,13 @@ from plan_cases import (
     scaled_norm,
     swish,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
-import fx_fuser
 from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.kernels.direct import CONV_DIRECT_BACKWARD
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, run
-from fx_fuser.planning import bench_ops, case
+from fx_fuser.planning import bench_ops
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -394,66 +393,6 @@ def test_the_hosts_time_is_that_of_the_op_that_a_graph_calls(match_of: Any, grad
     call: Any = bench.calls(bench.gradient_of_z() if grad else None, CONV)
     wanted = run.MANY if grad else run.ONE
     assert call.func is wanted
-
-
-# ---- what explain says where a kernel has no backward ---------------------------------------
-
-
-def _said(model: nn.Module, x: Tensor, **train: Any) -> str:
-    torch._dynamo.reset()
-    report = fx_fuser.explain(model, x, **train)
-    assert not report.fused
-    return " ".join(r.reason for r in (*report.refused, *report.left))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [1.0, 2.0], ids=["grown", "named pattern"])
-def test_a_kernel_for_inference_is_not_said_to_be_missing(on_gpu: Any, scale: float) -> None:
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.BatchNorm2d(64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(self.conv(x))
-            return torch.tanh(y) if scale == 1.0 else y * scale
-
-    model, x = First(), torch.randn(2, 3, 32, 32)
-    for_inference = "fx_fuser's kernels for it are for inference: it needs "
-    assert f"{for_inference}model.eval() and torch.no_grad()" in _said(model, x, train=True)
-    with torch.no_grad():
-        assert f"{for_inference}model.eval()" in _said(model, x)
-    assert f"{for_inference}torch.no_grad()" in _said(model.eval(), x)
-    torch._dynamo.reset()
-    on_gpu(1.0, 0.5)
-    assert len(fx_fuser.explain(model, x, train=False).fused) == 1
-
-
-def test_a_frozen_batch_norm_that_is_not_frozen_enough(on_gpu: Any) -> None:
-    """Its weight must need no gradient; the rest may be trained."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.norm(self.conv(x)))
-
-    model = Layer().eval().to(memory_format=torch.channels_last)
-    x = torch.randn(2, 16, 9, 9).to(memory_format=torch.channels_last)
-    assert "has no gradient of a BatchNorm's weight: it needs requires_grad_(False)" in _said(
-        model, x
-    )
-    model.norm.weight.requires_grad_(False)
-    torch._dynamo.reset()
-    on_gpu(1.0, 0.5)
-    assert len(fx_fuser.explain(model, x).fused) == 1
-
-
-def test_where_there_is_no_kernel_at_all_that_is_said(on_gpu: Any) -> None:
-    model = nn.Sequential(nn.Conv2d(6, 12, 3, dilation=2, groups=3), nn.Tanh())
-    assert "has no kernel for this convolution" in _said(model, torch.randn(2, 6, 9, 9))
 
 
 def test_times_are_of_cudnns_settings(match_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
