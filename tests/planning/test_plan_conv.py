@@ -25,7 +25,7 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.kernels.direct import CONV_DIRECT_BACKWARD
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, run
-from fx_fuser.planning import bench_ops
+from fx_fuser.planning import bench_ops, case
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
