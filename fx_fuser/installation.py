@@ -213,7 +213,7 @@ def _can_be_late(gm: GraphModule, options: Options) -> bool:
     return (
         _HAS_LATE_PASSES
         and options.verify == "never"
-        and not (options.takes_heads and has_losses(gm))
+        and not (options.takes_heads and has_losses(gm.graph))
         and not setting(FIRST_PASS)
         and setting("use_pre_grad_passes")
         and setting("pre_grad_pass_timing") != "early"

@@ -229,7 +229,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "heads: graphs that return logits are not in Inductor's caches alone",
         "installation.py",
-        "and not (options.takes_heads and has_losses(gm))",
+        "and not (options.takes_heads and has_losses(gm.graph))",
         "and True",
         (f"{STAYING}::test_inductor_calls_fx_fuser",),
     ),

@@ -89,6 +89,20 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "a_view_is_read_too",
         PASS,
     ),
+    _stays(
+        "labels as an index, of all rows",
+        "if not statically_known_true(target.shape[0] == count) or not _counts(rows, count):",
+        "if not statically_known_true(target.shape[0] == count):",
+        "rows_backwards",
+        OTHERS,
+    ),
+    (
+        "heads' spellings: an index below 0 counts from the end",
+        OTHERS,
+        "torch.where, (below, from_end, labels)",
+        "torch.where, (below, labels, labels)",
+        (f"{TESTS}::test_under_autocast[policy_gradient]",),
+    ),
     (
         "heads' spellings: what is not taken is put back",
         EDITS,

@@ -231,6 +231,10 @@ class Writer:
         if self.loss == "gather":
             cast = draw.choice(("", ".float()"))
             total = "total = (likely.exp() + likely).mean()"
+            if self.respells and self.spelling.random() < 0.3:
+                index = "y.clamp(min=-3).flatten()"  # some count from the end
+                order = "torch.arange(y.numel(), device=y.device)"
+                return [f"likely = {flat}{cast}.log_softmax(-1)[{order}, {index}]", total]
             if self.respells:
                 pieces = f"{{}}{cast}.log_softmax(-1).gather(-1, {{}}[..., None]).squeeze(-1)"
                 return [*self.pieces("likely", pieces, now, rows), total]

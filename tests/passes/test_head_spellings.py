@@ -169,10 +169,22 @@ def classes_second_of_each_row(m: Program, x: Tensor, y: Tensor) -> Tensor:
     return (losses * (y != 1)).sum()
 
 
+def policy_gradient(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    """Some labels count from the end."""
+    likely = F.log_softmax(m.biased(x).float().view(-1, V), dim=-1)
+    y = torch.where(y == IGNORED, -1, y).view(-1)
+    return -(likely[torch.arange(len(y)), y] * 0.5).mean()
+
+
+def by_an_index(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    logits, y = m.head(x).float().flatten(0, 1), y.clamp(min=0).flatten()
+    return logits.logsumexp(-1) - logits[torch.arange(0, B * T, device=x.device), y]
+
+
 FORMS = [
     trl, trl_16_bits, preferred, of_a_policy, verl, packed, openrlhf, openrlhf_16_bits, nemo,
     nemo_by_chunks, torchtune, litgpt, scaled_in_place, capped_in_place,
-    scaled_view, classes_second, classes_second_of_each_row,
+    scaled_view, classes_second, classes_second_of_each_row, policy_gradient, by_an_index,
 ]  # fmt: skip
 
 
@@ -221,6 +233,21 @@ def in_another_order(m: Program, x: Tensor, y: Tensor) -> Tensor:
     logits = m.head(x).float().flatten(0, 1)
     lse = [logits[a:b].logsumexp(-1) for a, b in ((2, 4), (0, 2), (4, B * T))]
     return torch.cat(lse) - _picked(logits, y.flatten())
+
+
+def rows_from_the_second(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).float().flatten(0, 1).log_softmax(-1)
+    return likely[torch.arange(1, B * T), y.clamp(min=0).flatten()[1:]]
+
+
+def rows_backwards(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).float().flatten(0, 1).log_softmax(-1)
+    return likely[torch.arange(B * T - 1, -1, -1), y.clamp(min=0).flatten()]
+
+
+def every_row_for_each_label(m: Program, x: Tensor, y: Tensor) -> Tensor:
+    likely = m.head(x).float().flatten(0, 1).log_softmax(-1)
+    return likely[torch.arange(B * T).unsqueeze(1), y.clamp(min=0).flatten()]
 
 
 def one_row_twice(m: Program, x: Tensor, y: Tensor) -> Tensor:
@@ -363,6 +390,7 @@ def a_view_is_read_too(m: Program, x: Tensor, y: Tensor) -> Tensor:
 
 
 STAY = [
+    rows_from_the_second, rows_backwards, every_row_for_each_label,
     in_another_order, one_row_twice, one_row_of_all, labels_in_another_order, one_row_scaled,
     put_together_otherwise, of_columns, of_one_token_and_columns, over_rows, written_between_rows,
     labels_written_between_rows,

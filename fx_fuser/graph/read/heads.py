@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 from fx_fuser.graph.read.expr import is_number
 from fx_fuser.graph.read.nodes import argument_of, is_torchs, meta_tensor
@@ -73,8 +73,16 @@ def value_of(node: Node) -> Any:
     return meta_tensor(node)
 
 
-def has_losses(gm: GraphModule) -> bool:
-    return any(is_loss(node) or is_log_sum_exp(node) for node in gm.graph.nodes)
+def has_losses(graph: Graph) -> bool:
+    return any(is_loss(n) or is_log_sum_exp(n) or is_indexed(n) for n in graph.nodes)
+
+
+def is_indexed(node: Node) -> bool:
+    """Is it `likely[rows, labels]`, of tensors?"""
+    places = node.args[1] if node.target is operator.getitem else None
+    if not isinstance(places, tuple) or len(places) != 2:
+        return False
+    return all(isinstance(n, Node) and value_of(n) is not None for n in (node.args[0], *places))
 
 
 def is_loss(node: Node) -> bool:

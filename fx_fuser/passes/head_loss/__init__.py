@@ -36,6 +36,7 @@ from torch.fx import Graph, Node
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.read.heads import (
     Head,
+    has_losses,
     is_log_sum_exp,
     is_loss,
     is_pick,
@@ -94,7 +95,7 @@ def fuse_heads(graph: Graph, options: Options, is_body: bool) -> list[HeadLoss]:
 
     is_body: is it that of a region, such as a checkpoint?
     """
-    if not any(is_loss(n) or is_log_sum_exp(n) for n in graph.nodes):
+    if not has_losses(graph):
         return []
     kind = "cpu" if options.cpu_ops else "cuda"
     edits = respell(graph, kind, options.strict)

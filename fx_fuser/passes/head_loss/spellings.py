@@ -1,7 +1,8 @@
 """Other spellings of a head, as `fx_fuser.graph.read.heads` reads them: in pieces, with logits that
-are scaled in place, and with the classes in the second dimension.
+are scaled in place, with the classes in the second dimension, and with labels as an index.
 
     logits.div_(0.7)  →  logits / 0.7
+    likely[torch.arange(n), labels]  →  likely.gather(-1, labels[:, None]).squeeze(-1)
     F.cross_entropy(logits.mT, labels)  →  F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 """
 
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.graph.read.expr import is_number
-from fx_fuser.graph.read.heads import read_head, value_of
+from fx_fuser.graph.read.heads import is_indexed, read_head, value_of
 from fx_fuser.graph.read.nodes import argument_of, inputs_of, is_torchs, storages
 from fx_fuser.graph.read.source import called_name, op_of
 from fx_fuser.graph.read.view import View
@@ -121,6 +122,43 @@ def _rows_of_classes(view: View, node: Node) -> Edit | None:
     return edit(view, node, maker.made, [node], [moved])
 
 
+# ---- labels as an index --------------------------------------------------------------------------
+
+
+def _gathered(view: View, node: Node) -> Edit | None:
+    """Of all rows in their order. As an index, a label below 0 counts from the end."""
+    likely, (rows, labels) = node.args  # type: ignore[misc, str-unpack]
+    if not (pieces.is_plain(likely) and pieces.is_plain(labels)) or value_of(likely).ndim != 2:
+        return None
+    if called_name(likely) != "log_softmax" and read_head(view, likely) is None:
+        return None
+    value, target = value_of(likely), value_of(labels)
+    count, classes = value.shape
+    if (target.dtype, target.device, target.ndim) != (torch.int64, value.device, 1):
+        return None
+    if not statically_known_true(target.shape[0] == count) or not _counts(rows, count):
+        return None
+    maker = Maker(view, node)
+    from_end = maker("call_function", torch.add, (labels, classes), {}, labels)
+    below = maker("call_function", torch.lt, (labels, 0), {}, labels, torch.bool)
+    index = maker("call_function", torch.where, (below, from_end, labels), {}, labels)
+    column = maker("call_method", "unsqueeze", (index, -1), {}, labels)
+    picked = maker("call_method", "gather", (likely, -1, column), {}, node)
+    maker("call_method", "squeeze", (picked, -1), {}, node)
+    return edit(view, node, maker.made, [node])
+
+
+def _counts(node: Any, count: Any) -> bool:
+    """Is it `torch.arange(count)`?"""
+    value = value_of(node)
+    if node.target is not torch.arange or value.dtype is not torch.int64:
+        return False
+    is_short = len(node.args) == 1 and not node.kwargs.keys() & {"start", "end", "step"}
+    begin, step = argument_of(node, 0, "start"), argument_of(node, 2, "step")
+    from_0 = is_short or (begin in (None, 0) and step in (None, 1))
+    return from_0 and statically_known_true(value.shape[0] == count)
+
+
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Are they of the same elements, in the same order?"""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.ndim != other.ndim:
@@ -133,5 +171,6 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 _SPELLINGS: tuple[tuple[Callable[[Node], bool], Callable[[View, Node], Edit | None]], ...] = (
     (_is_in_place, _out_of_place),
     (_has_classes_second, _rows_of_classes),
+    (is_indexed, _gathered),
     (pieces.puts_together, pieces.join),
 )
