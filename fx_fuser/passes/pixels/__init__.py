@@ -11,7 +11,7 @@ The pass runs after all others over Inductor's graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import load
-from fx_fuser.options import LAST_PASS, Options
+from fx_fuser.options import Options
 from fx_fuser.passes.graph_pass import GraphPass, loaded
 from fx_fuser.passes.pixels.site import CONVOLUTION, Site
 from fx_fuser.planning import plan
@@ -63,23 +63,20 @@ class Pixels(GraphPass):
         return site.shape_that_gains()
 
 
-def settings(
-    passes: Mapping[str, Any], gm: GraphModule, options: Options, inputs: Sequence[Any]
-) -> dict[str, Any]:
-    """These settings of Inductor, setting → pass, with the pass behind them if the graph may have
+def foreseen(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Pixels | None:
+    """The pass, if the graphs that Inductor makes of this one may have
     a convolution for it. gm: the untouched graph. inputs: its own."""
     asks = OFFERED and options.inner == "inductor" and options.grows
     if options.users_pass("deterministic"):  # in which nothing may be timed
         asks = False
     if not asks or not any(map(_may_be_norm, _nodes_of(gm))):
-        return {**passes}
+        return None
     used = {v.device for v in inputs if isinstance(v, Tensor) and v.device.type == "cuda"}
     if any(plan.unavailable(device) is not None for device in used):
-        return {**passes}
+        return None
     if not used and not options.cpu_ops:
-        return {**passes}
-    before = passes.get(LAST_PASS, options.users_pass(LAST_PASS))
-    return {**passes, LAST_PASS: Pixels(options.strict, not used, before)}
+        return None
+    return Pixels(options.strict, not used)
 
 
 def _nodes_of(gm: GraphModule) -> Iterator[Node]:
