@@ -8,6 +8,7 @@ MEMORY = "tests/passes/test_memory.py"
 RATES = "tests/planning/test_architectures.py"
 FROZEN = "tests/ops/test_folded_training.py"
 PLAIN = "tests/graph/test_frozen_norms.py"
+RANKS = f"{PLAIN}::test_only_batches_of_images_have_a_batch_norm"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -87,6 +88,20 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "return along and all(t.numel() == channels for t in made)",
         "return all(t.numel() == channels for t in made)",
         (f"{PLAIN}::test_traps[a number for each row-eval]",),
+    ),
+    (
+        "rest: a frozen norm's convolution is of a batch",
+        "graph/prepare/frozen.py",
+        "if (c.ndim, z.ndim) != (4, 4):",
+        "if z.ndim != 4:",
+        (f"{RANKS}[no batch before the sum]",),
+    ),
+    (
+        "rest: a frozen norm's sum is of a batch of images",
+        "graph/prepare/frozen.py",
+        "if (c.ndim, z.ndim) != (4, 4):",
+        "if False:",
+        (f"{RANKS}[no batch]", f"{RANKS}[five dimensions]"),
     ),
     (
         "rest: a frozen norm's statistics have no gradient",
