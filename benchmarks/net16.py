@@ -242,7 +242,7 @@ def measured(
 ) -> Row:  # fmt: skip
     """One row, without its date and commit. What raises is in its `error`.
 
-    place: among processes that compile at the same time, so compile times are left out. twice: is
+    place: of processes that compile at the same time, so compile times are left out. twice: is
     Inductor compiled once more? dropout: as the net has it; otherwise none, and a net with dropout
     needs no further compilation for its values.
     """
@@ -260,6 +260,8 @@ def measured(
     measure.free_memory()
     try:
         with ExitStack() as caches:
+            if place is not None:
+                caches.enter_context(place.clocks())
             case = case_of(net, step, device, small)
             if not dropout and without_dropout(case.model):
                 row["config"] += "; no dropout"
@@ -276,7 +278,10 @@ def _measure(
     place: Turnstile | None, twice: bool,
 ) -> list[str]:  # fmt: skip
     device = next(iter(case.batch.values())).device
-    case.step(case.model)  # the libraries load their kernels, which must not count for any system
+    alone = nullcontext if place is None else place.alone
+    with alone():  # the libraries load their kernels, which must not count for any system
+        case.step(case.model)
+        _wait(device)
     calls: dict[str, Callable[..., Any]] = {}
     sites: measure.Sites = {}
     graphs: dict[str, list[str]] = {system.name: [] for system in rivals}
@@ -293,8 +298,9 @@ def _measure(
         caches.enter_context(cold_caches())
         calls["again"], _ = first_call(case, again(rivals[0]))
     steps = {name: partial(case.step, call) for name, call in calls.items()}
-    with place.alone() if place else nullcontext():
+    with alone():
         time_steps(row, steps, case.leaves(), device, seconds)
-    steps.clear()
-    faults = judge(row, case, calls, {system.name: system for system in rivals})
+        steps.clear()
+        # In float64 a step takes the GPU seconds, and others would be timed beside it.
+        faults = judge(row, case, calls, {system.name: system for system in rivals})
     return [*faults, *sites.get("warnings", [])]

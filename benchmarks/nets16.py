@@ -11,14 +11,16 @@ done.
 `--seconds` are for the whole call: no process begins without time for it, and none outlives it.
 `--twice`: Inductor is compiled once more, so the row shows its own scatter. `--no-dropout`: no net
 has any, so none with dropout is compiled again for its values (EfficientNet, Inception, Swin).
-`--gpus N`: N processes compile at a time, each for its own GPU; while one of them measures, all
-others wait. Compile times are then not reported.
+`--jobs N`: N processes compile at a time; whoever times something, a choice among kernels included,
+stops the others meanwhile (`benchmarks.turnstile`). `--gpus N` spreads them over N GPUs. Compile
+times are then not reported.
 docs/results.md shows the rows: `python -m benchmarks.report`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import queue
 import signal
@@ -57,10 +59,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--check", action="store_true")
     found.add_argument("--list", action="store_true")
     found.add_argument("--gpus", type=int, default=1, metavar="N")
+    found.add_argument("--jobs", type=int, default=1, metavar="N", help="at least one for each GPU")
     found.add_argument("--twice", action="store_true", help="Inductor is compiled once more")
     found.add_argument("--no-dropout", action="store_true", help="a compilation less")
     found.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
-    found.add_argument("--place", type=int, help=argparse.SUPPRESS)  # at the turnstile
+    found.add_argument("--turnstile", type=Path, help=argparse.SUPPRESS)
     return found
 
 
@@ -103,25 +106,26 @@ def spawn(
 ) -> str:
     """Run the same command in its own process, and show its lines; returns what went wrong.
 
-    gpu: the only one that it sees; None: all. place: among concurrent processes.
+    gpu: the only one that it sees; None: all. place: of concurrent processes.
     """
     command = [sys.executable, "-m", "benchmarks.nets16", "--here", *arguments]
-    handles = [] if place is None else [place.handle]
-    command += [f"--place={handle}" for handle in handles]
+    command += [] if place is None else [f"--turnstile={place.folder}"]
     seen = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=Path(__file__).parent.parent, stderr=log, start_new_session=True,
-            env=seen, pass_fds=handles,
+        start = functools.partial(
+            subprocess.Popen, command, cwd=Path(__file__).parent.parent, stderr=log,
+            start_new_session=True, env=seen,
         )  # fmt: skip
-        if place is not None:
-            place.leave()  # to the child
+        process = start() if place is None else place.enter(start)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its compile workers, too
             process.wait()
             return f"not finished in {seconds:.0f} s"
+        finally:
+            if place is not None:
+                place.leave(process)
         log.seek(0)
         said = log.read().strip().splitlines()
     failed = [line.removeprefix("FAILED ") for line in said if line.startswith("FAILED ")]
@@ -138,9 +142,10 @@ def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
             print(f"{net.name} {step}: skipped, {net.missing()}", flush=True)
         else:
             able.append((net, step))
+    jobs = max(args.gpus, args.jobs)
     gpus: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    for gpu in range(args.gpus) if args.gpus > 1 else [None]:
-        gpus.put(gpu)
+    for job in range(jobs):
+        gpus.put(job % args.gpus if args.gpus > 1 else None)
 
     def measure(one: tuple[Net16, str]) -> str:
         net, step = one
@@ -148,12 +153,12 @@ def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
         try:
             if budget.left() < LEAST_S:
                 return f"{net.name} {step}: no time was left"
-            place = None if gpu is None else Turnstile.busy(Path(folder, "turnstile"))
-            out = args.out if gpu is None else Path(folder, f"{net.name}-{step}.json")
+            place = Turnstile(Path(folder)) if jobs > 1 else None
+            out = Path(folder, f"{net.name}-{step}.json") if place else args.out
             arguments = ["--only", net.name, "--step", step, "--out", str(out.resolve())]
             arguments += ["--commit", commit, *(["--small"] if args.small else [])]
             arguments += ["--twice"] * args.twice + ["--no-dropout"] * args.no_dropout
-            wrong = spawn(arguments, min(budget.left(), MOST_S * args.gpus), gpu, place)
+            wrong = spawn(arguments, min(budget.left(), MOST_S * jobs), gpu, place)
             if out != args.out and out.exists():
                 with merging:
                     merge([out], args.out)
@@ -162,7 +167,7 @@ def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
             gpus.put(gpu)
 
     todo, merging = sorted(able, key=lambda one: list(STEPS).index(one[1])), threading.Lock()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(args.gpus, 1)) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         failures += filter(None, pool.map(measure, todo))
     return failures
 
@@ -193,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     if commit is None:
         options.error("there is no git here: name the measured commit with --commit")
     if args.here:
-        place = None if args.place is None else Turnstile(args.place)
+        place = None if args.turnstile is None else Turnstile(args.turnstile)
         return results.verdict(measure_here(chosen(args), args, commit, place))
     return results.verdict(measure_all(chosen(args), args, commit))
 

@@ -34,7 +34,6 @@ from fx_fuser.kernels import pixels
 from fx_fuser.native import load
 from fx_fuser.ops import run
 from fx_fuser.ops.pixels import MOMENTS
-from fx_fuser.passes import pixels as passes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 IMAGES = 128
@@ -112,7 +111,6 @@ class Bottleneck(nn.Module):
 
 def blocks() -> list[list[Any]]:
     rows = []
-    passes.OFFERED = True
     for width, side in ((64, 56), (128, 28), (256, 14), (512, 7)):
         model = Bottleneck(width).to(CUDA).to(memory_format=LAST)
         x = torch.randn(IMAGES, 4 * width, side, side, device=CUDA).contiguous(memory_format=LAST)

@@ -26,7 +26,7 @@ class Access:
 
 
 def loops_of(gpu: Gpu) -> list[Access]:
-    return [_access(kernel, gpu) for kernel in KERNELS.values() if kernel.is_offered]
+    return [_access(kernel, gpu) for kernel in KERNELS.values()]
 
 
 def _access(kernel: Kernel, gpu: Gpu) -> Access:

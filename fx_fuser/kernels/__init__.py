@@ -68,8 +68,6 @@ def candidates(case: Case) -> list[dict[str, Any]]:
 
 
 def _is_taken(case: Case, kernel: Kernel) -> bool:
-    if not kernel.is_offered:
-        return False
     if case.site.kind not in kernel.kinds or (kernel.needs_cuda and case.device.type != "cuda"):
         return False
     if kernel.arch is not None and kernel.arch != binaries.arch_of(case.device):

@@ -94,8 +94,6 @@ class Kernel(ABC):
     kinds: frozenset[str] = frozenset()
     # The dtypes of c.
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    # Do sites get it? Not before its tests have run on a GPU.
-    is_offered: bool = True
     # Does it run on CUDA only?
     needs_cuda: bool = True
     # Is it only for inference where times decide? In training the inner compiler's passes differ,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,15 @@ from torch import nn
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import harness, lowered, net16, nets16, nets16_tables, results
+from benchmarks import harness, lowered, net16, nets16, nets16_tables, results, turnstile
 from benchmarks.net16 import Row, as_inductors, case_of, exact_of, measured, spread
 from benchmarks.nets16_models import NETS, STEPS, Net16, without_dropout
 from benchmarks.run import System
 from benchmarks.turnstile import Turnstile
+from fx_fuser.planning import timing
 from fx_fuser.verify.accuracy import Observed, compare
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 INDUCTOR = System("inductor", lambda model: torch.compile(model, backend="aot_eager"))
 EAGER = System("inductor", lambda model: model)
@@ -360,13 +362,12 @@ def test_several_gpus_take_rows_side_by_side(
     def spawn(
         arguments: Sequence[str], seconds: float, gpu: int | None, place: Turnstile | None
     ) -> str:
-        assert place is not None
+        assert place is not None and place.folder.is_dir()
         name, out = arguments[1], Path(arguments[5])
         both.wait(20)  # neither ends before the other has begun
         taken[name] = gpu
         row = {"net": name, "step": "train"}
         results.replace_rows(out, [row], nets16_tables.key, nets16_tables.place)
-        place.leave()
         return "beyond the contract" if name == "bert" else ""
 
     monkeypatch.setattr(nets16, "spawn", spawn)
@@ -378,40 +379,91 @@ def test_several_gpus_take_rows_side_by_side(
     assert capsys.readouterr().err == "FAILED bert train: beyond the contract\n"
 
 
+WORKS = """
+import sys, time
+from pathlib import Path
+while True:
+    Path(sys.argv[1]).write_text(str(time.monotonic()))
+    time.sleep(0.01)
+"""
 MEASURES = """
 import sys, time
+from pathlib import Path
 from benchmarks.turnstile import Turnstile
-place = Turnstile(int(sys.argv[1]))
-print("works", flush=True)
-with place.alone():
-    print("measures", flush=True)
-    time.sleep(1.0)
-print("works again", flush=True)
+place, seen = Turnstile(Path(sys.argv[1])), Path(sys.argv[2])
+with place.alone(), place.alone():
+    begin = seen.read_text()
+    time.sleep(0.5)
+    print(seen.read_text() == begin, flush=True)
+    time.sleep(float(sys.argv[3]))
 """
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Turnstile:
+    (tmp_path / "turnstile").mkdir()
+    return Turnstile(tmp_path / "turnstile")
+
+
+def began(place: Turnstile, program: str, *arguments: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    start = functools.partial(
+        subprocess.Popen, command, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True
+    )
+    return place.enter(start)
+
+
+def goes_on(seen: Path) -> bool:
+    begin, end = seen.read_text(), time.monotonic() + 20
+    while seen.read_text() == begin and time.monotonic() < end:
+        time.sleep(0.02)
+    return seen.read_text() != begin
+
+
 @pytest.mark.slow
-def test_who_measures_is_alone(tmp_path: Path) -> None:
-    """A child holds its place from the start, by what its parent hands it."""
-    lock = tmp_path / "lock"
-    busy, other = Turnstile.busy(lock), Turnstile.busy(lock)
-    child = subprocess.Popen(
-        [sys.executable, "-c", MEASURES, str(other.handle)],
-        stdout=subprocess.PIPE, text=True, pass_fds=[other.handle],
-    )  # fmt: skip
-    other.leave()
-    assert child.stdout is not None
-    assert child.stdout.readline() == "works\n"
-    assert select.select([child.stdout], [], [], 0.5)[0] == []  # one is busy
-    with ThreadPoolExecutor() as pool:
-        late = pool.submit(Turnstile.busy, lock)
-        time.sleep(0.2)
-        assert not late.done()  # none overtakes who waits
-        busy.leave()
-        assert child.stdout.readline() == "measures\n"
-        assert not late.done()
-        late.result(20).leave()
-    assert child.stdout.readline() == "works again\n" and child.wait(20) == 0
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_who_times_something_is_alone(tmp_path: Path, place: Turnstile, is_killed: bool) -> None:
+    """And the others go on, also if it is killed meanwhile."""
+    seen = tmp_path / "seen"
+    seen.write_text("")
+    works = began(place, WORKS, seen)
+    try:
+        assert goes_on(seen)
+        measures = began(place, MEASURES, place.folder, seen, 100 if is_killed else 0)
+        assert measures.stdout is not None and measures.stdout.readline() == b"True\n"
+        if is_killed:
+            measures.kill()
+        assert measures.wait(20) == (-9 if is_killed else 0)
+        place.leave(measures)
+        assert goes_on(seen)
+    finally:
+        works.kill()
+        works.wait(20)
+    place.leave(works)
+    assert [path.name for path in place.folder.iterdir()] == ["lock"]
+
+
+def test_what_chooses_kernels_is_timed_alone(
+    place: Turnstile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[signal.Signals] = []
+    monkeypatch.setattr(turnstile.Turnstile, "_signal", lambda _, number: stopped.append(number))
+    monkeypatch.setattr(turnstile, "SETTLE_S", 0.0)
+    monkeypatch.setattr(timing, "times_of", lambda *_: [])  # needs a GPU
+    with place.clocks():
+        assert timing.times_of([], torch.device("cpu")) == []
+    assert stopped == [signal.SIGSTOP, signal.SIGCONT]
+    assert timing.times_of([], torch.device("cpu")) == [] and len(stopped) == 2
+
+
+@pytest.mark.slow
+def test_nets_that_compile_side_by_side(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = ["--only", "dlrm", "mamba2", "--step", "eval", "--small", "--commit", "abc"]
+    assert nets16.main([*arguments, "--out", str(out), "--seconds", "600", "--jobs", "2"]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["net"] for row in rows] == ["mamba2", "dlrm"]
+    assert all(row["inductor_wall_ms"] > 0 and row["inductor_compile_s"] is None for row in rows)
 
 
 @pytest.mark.slow

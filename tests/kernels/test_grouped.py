@@ -26,7 +26,6 @@ from benchmarks.sm90 import relative
 from fx_fuser import kernels
 from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.kernels import families
-from fx_fuser.kernels import grouped as of_kernels
 from fx_fuser.kernels.grouped import grouped as family
 from fx_fuser.kernels.grouped import grouped_cut, grouped_tiles, unit_of
 from fx_fuser.options import Options
@@ -41,16 +40,7 @@ LAST = torch.channels_last
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}  # bytes a block may have
 
 
-@pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_kernels, "OFFERED", True)
-
-
 # ---- without a GPU -------------------------------------------------------------------------------
-
-
-def test_it_is_not_offered_before_it_ran_on_a_gpu() -> None:
-    assert not of_kernels.OFFERED
 
 
 @pytest.mark.parametrize(
@@ -167,14 +157,9 @@ def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
         (scaled_norm(3), 16, 3, 1),
     ],
 )
-def test_taken(match_of, on_gpu, offered, dtype, weight, form, inputs, groups, kernel) -> None:
+def test_taken(match_of, on_gpu, dtype, weight, form, inputs, groups, kernel) -> None:
     match = match_of(form, *tensors(dtype, inputs, groups, kernel, weight=weight))
     assert candidates(match) == [GROUPED]
-
-
-@needs_compilers
-def test_a_site_gets_it_only_if_it_is_offered(match_of, on_gpu) -> None:
-    assert not candidates(match_of(scaled_norm(2), *tensors()))
 
 
 @needs_compilers
@@ -190,13 +175,13 @@ def test_a_site_gets_it_only_if_it_is_offered(match_of, on_gpu) -> None:
         (scaled_norm(2, training=True), tensors()),
     ],
 )
-def test_not_taken(match_of, on_gpu, offered, monkeypatch, form, given) -> None:
+def test_not_taken(match_of, on_gpu, monkeypatch, form, given) -> None:
     monkeypatch.setattr(layout, "is_converted", lambda *_: False)
     assert not candidates(match_of(form, *given))
 
 
 @needs_compilers
-def test_not_taken_without_cudnn(match_of, on_gpu, offered, monkeypatch) -> None:
+def test_not_taken_without_cudnn(match_of, on_gpu, monkeypatch) -> None:
     match = match_of(scaled_norm(2), *tensors())
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     assert not candidates(match)
@@ -204,7 +189,7 @@ def test_not_taken_without_cudnn(match_of, on_gpu, offered, monkeypatch) -> None
 
 @needs_compilers
 @pytest.mark.parametrize(("ms", "choices"), [(0.9, GROUPED), (0.99, None)])
-def test_chosen_where_it_is_faster(match_of, on_gpu, offered, ms, choices) -> None:
+def test_chosen_where_it_is_faster(match_of, on_gpu, ms, choices) -> None:
     match = match_of(scaled_norm(2), *tensors())
     on_gpu(1.0, ms)
     decision = decide(match)
@@ -307,7 +292,7 @@ BLOCKS = [
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_blocks(offered, block, dtype) -> None:
+def test_blocks(block, dtype) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = Block(*block).cuda().to(dtype, memory_format=LAST).eval()
@@ -326,7 +311,7 @@ def test_blocks(offered, block, dtype) -> None:
 
 @gpu
 @pytest.mark.parametrize("norm", [False, True])
-def test_training_has_its_gradients(offered, norm) -> None:
+def test_training_has_its_gradients(norm) -> None:
     """The library's, behind our forward."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -356,7 +341,7 @@ def test_training_has_its_gradients(offered, norm) -> None:
 
 
 @gpu
-def test_other_sizes_and_strides_of_x(offered) -> None:
+def test_other_sizes_and_strides_of_x() -> None:
     """A graph for any batch, image and layout has one kernel; the library takes other layouts."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -381,7 +366,6 @@ def test_other_sizes_and_strides_of_x(offered) -> None:
 def test_training_under_autocast(monkeypatch, groups, stride) -> None:
     """Forward and both gradients by the kernels, in Inductor's graphs; a second step follows the
     weights."""
-    monkeypatch.setattr(of_pass, "OFFERED", True)
     # No pass runs where Inductor's cache has a graph of an earlier run.
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", str(uuid.uuid4()))
     monkeypatch.setattr(GroupedSite, "gains", lambda site: True)

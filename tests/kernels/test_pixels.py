@@ -105,7 +105,6 @@ def step(model: nn.Module, x: Tensor, f: Any, in_16_bits: bool = True) -> dict[s
 def test_a_block_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training step under autocast, where timing decides: at least one convolution; then
     all of them. Values, gradients and running statistics as Inductor's and eager mode's."""
-    monkeypatch.setattr(pixels, "OFFERED", True)
     torch.manual_seed(0)
     model = Bottleneck(64).to(CUDA, memory_format=LAST)
     models = {who: copy.deepcopy(model) for who in ("exact", "eager", "inductor", "ours")}

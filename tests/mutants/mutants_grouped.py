@@ -17,13 +17,6 @@ OF_SITES = (
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
-        "grouped: no site before it ran on a GPU",
-        "kernels/__init__.py",
-        "    if not kernel.is_offered:\n        return False\n",
-        "",
-        (f"{OFFERS}::test_a_site_gets_it_only_if_it_is_offered",),
-    ),
-    (
         "grouped: depthwise convolutions have their own kernel",
         KERNEL,
         "        if weight.shape[1] == 1:  # depthwise\n            return False\n",
@@ -85,12 +78,5 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "        elif not is_last(value):\n",
         "        elif False:\n",
         (REFUSALS,),
-    ),
-    (
-        "grouped: the switch of the pass",
-        PASS,
-        "    if not OFFERED:\n        return False\n",
-        "",
-        (f"{TESTS}::test_it_is_not_offered_without_its_switch",),
     ),
 )

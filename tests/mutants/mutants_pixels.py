@@ -88,11 +88,4 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if False:",
         (f"{TESTS}::test_a_kernel_that_does_not_build_leaves_it",),
     ),
-    (
-        "pixels: the switch",
-        PASS,
-        "asks = OFFERED and options.inner",
-        "asks = options.inner",
-        (f"{TESTS}::test_it_is_not_offered_without_its_switch",),
-    ),
 )

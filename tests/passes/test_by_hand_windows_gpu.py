@@ -29,7 +29,6 @@ MOST = 2  # times eager's error, the contract in 16 bits
 @pytest.fixture(autouse=True)
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the kernels take is rewritten, untimed, at every size."""
-    monkeypatch.setattr(clock, "SAFE_WINDOWS_HAVE_RUN", True)
     monkeypatch.setattr(clock, "_FEW_SCORES", 0)
     monkeypatch.setattr(clock.Windows, "_why_lost", lambda *_: "")
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from convolutions import ASKED, BF16, LAST, OPTIONS, Convolutions, fresh_graphs, targets
+from convolutions import ASKED, BF16, LAST, Convolutions, fresh_graphs, targets
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import grouped
 from fx_fuser.passes.convolution.site import CONVOLUTION_BACKWARD
 from fx_fuser.passes.grouped import COUNTERS, Grouped
 from fx_fuser.passes.grouped.site import GroupedSite
@@ -25,8 +24,7 @@ PASS = Convolutions(
 
 
 @pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(grouped, "OFFERED", True)
+def offered() -> Iterator[None]:
     with fresh_graphs():
         yield
 
@@ -152,12 +150,3 @@ def test_a_block_in_training(stride: int) -> None:
 @pytest.mark.slow
 def test_gradients_of_the_weight_alone() -> None:
     PASS.check_gradients_of_weights_alone(Block(), x_of(dtype=torch.float32))
-
-
-def test_it_is_not_offered_without_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "OFFERED", False)
-    model = Block().eval()
-    f = torch.compile(model, backend="fx_fuser", options=OPTIONS)
-    with torch.no_grad():
-        f(x_of(dtype=torch.float32))
-    assert not counters[COUNTERS]

@@ -38,7 +38,6 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where Inductor's cache has a graph, from an earlier run, no pass runs. And no convolution is
     fused with its tail: on a GPU those of 16 bits in training are left, with `cpu_ops` none is."""
     monkeypatch.setattr(reading, "_add_grown", lambda *args: None)
-    monkeypatch.setattr(pixels, "OFFERED", True)
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
@@ -308,15 +307,6 @@ def test_inside_plain_torch_compile() -> None:
     with fx_fuser.installed(OPTIONS), torch.autocast("cpu", BF16):
         torch.compile(model)(images()).float().sum().backward()
     assert counters[COUNTERS] == {"convolution": 2}
-
-
-def test_it_is_not_offered_without_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pixels, "OFFERED", False)
-    model = Bottleneck().to(memory_format=LAST)
-    compiled = torch.compile(model, backend="fx_fuser", options=OPTIONS)
-    with torch.autocast("cpu", BF16):
-        compiled(images())
-    assert not counters[COUNTERS]
 
 
 def test_a_failure_leaves_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,6 @@ from fx_fuser.kernels.base import (
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
-# Do sites get it? Not before its tests have run on a GPU.
-OFFERED = True
 _VECTOR = 8  # channels
 _MOST_OF_UNIT = 128  # channels
 
@@ -151,10 +149,6 @@ class Grouped(Kernel):
     any_layout = True
     dtypes = SIXTEEN_BITS
 
-    @property
-    def is_offered(self) -> bool:  # type: ignore[override]
-        return OFFERED
-
     def takes(self, case: Case) -> bool:
         c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
         if is_float64(case) or c.dtype not in self.dtypes or case.out not in FLOATS:
@@ -216,7 +210,6 @@ class Grouped(Kernel):
 
 
 __all__ = [
-    "OFFERED",
     "Grouped",
     "grouped",
     "grouped_cut",

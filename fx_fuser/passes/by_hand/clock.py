@@ -136,8 +136,6 @@ class Race:
 _LANES = 16  # of a row of torch's mask, at most, in whole vectors
 # With fewer scores, launching the model's own operations takes longer than running them.
 _FEW_SCORES = 2**20
-# tests/passes/test_by_hand_windows_gpu.py is to run the kernels in place of torch's call first.
-SAFE_WINDOWS_HAVE_RUN = True
 
 
 @dataclass(frozen=True)
@@ -181,8 +179,6 @@ class Windows:
                 raise Stays(f"its {name} does not have rows of whole 16-byte vectors")
         if on_cpu:
             return
-        if self.is_safe and not SAFE_WINDOWS_HAVE_RUN:
-            raise Stays("the kernels have not run on a GPU in place of torch's call yet")
         if math.prod((*q.size[:3], k.size[2])) < _FEW_SCORES:
             raise Stays("it is small: its launches take as long")
         if lost := self._why_lost(strict):
@@ -256,9 +252,6 @@ class Windows:
 
 # ---- gathers -----------------------------------------------------------------------------------
 
-# tests/kernels/test_gather_rows.py is to run the kernels on a GPU first.
-GATHERS_HAVE_RUN = True
-
 
 @dataclass(frozen=True)
 class Gather:
@@ -273,8 +266,6 @@ class Gather:
         """Raises Stays where it is better left as it is written."""
         if on_cpu:
             return
-        if not GATHERS_HAVE_RUN:
-            raise Stays("the kernels of gathers have not run on a GPU yet")
         if math.prod((*self.x.size[:-2], *self.index.size)) < _FEW_SCORES:
             raise Stays("it is small: its launches take as long")
         spec, device = gathered.spec_of(self.x.dtype), self.x.device

@@ -19,8 +19,6 @@ from fx_fuser.passes import convolution
 from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits
 from fx_fuser.passes.grouped.site import GroupedSite
 
-# The tests have not run on a GPU yet: issue 45.
-OFFERED = True
 COUNTERS = "fx_fuser_grouped"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 
 
@@ -42,7 +40,5 @@ def foreseen(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Groupe
 
 def _may_be_one(node: Node) -> bool:
     """A convolution of images, of 16 bits, whose weight has fewer channels than x."""
-    if not OFFERED:
-        return False
     images = [t for t in operands_of_16_bits(node, ("conv2d", "convolution"), 4) if t.ndim == 4]
     return len({t.shape[1] for t in images}) > 1 and all(t.shape[1] != 1 for t in images)

@@ -27,8 +27,6 @@ from fx_fuser.planning import plan
 
 log = logging.getLogger("fx_fuser.passes.pixels")
 
-# Its GPU tests have not run: issue 46.
-OFFERED = True
 COUNTERS = "fx_fuser_pixels"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 _NORMS = ("batch_norm", "native_batch_norm")
 
@@ -66,7 +64,7 @@ class Pixels(GraphPass):
 def foreseen(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Pixels | None:
     """The pass, if the graphs that Inductor makes of this one may have
     a convolution for it. gm: the untouched graph. inputs: its own."""
-    asks = OFFERED and options.inner == "inductor" and options.grows
+    asks = options.inner == "inductor" and options.grows
     if options.users_pass("deterministic"):  # in which nothing may be timed
         asks = False
     if not asks or not any(map(_may_be_norm, _nodes_of(gm))):
