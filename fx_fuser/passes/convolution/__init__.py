@@ -32,7 +32,7 @@ from fx_fuser.planning import plan
 log = logging.getLogger("fx_fuser.passes.convolution")
 
 DTYPES = torch.bfloat16, torch.float16
-Found = TypeVar("Found", bound="ConvolutionPass")
+Found = TypeVar("Found", bound=GraphPass)
 
 
 @dataclass(frozen=True)
