@@ -7,6 +7,7 @@ LAUNCHES = "tests/planning/test_launches.py"
 MEMORY = "tests/passes/test_memory.py"
 RATES = "tests/planning/test_architectures.py"
 FROZEN = "tests/ops/test_folded_training.py"
+IN_16_BITS = "tests/ops/test_frozen_folded.py::test_a_net_in_16_bits[train]"
 PLAIN = "tests/graph/test_frozen_norms.py"
 RANKS = f"{PLAIN}::test_only_batches_of_images_have_a_batch_norm"
 
@@ -31,14 +32,25 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "ops/folded.py",
         "dw.to(scale.dtype) * scale.view(-1, 1, 1, 1)",
         "dw.to(scale.dtype)",
-        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[False]"),
+        (
+            f"{FROZEN}::test_a_layer[relu]",
+            f"{FROZEN}::test_one_of_the_gradients[False]",
+            IN_16_BITS,
+        ),
     ),
     (
         "rest: dz is zero where relu's result is",
         "ops/folded.py",
         "torch.ops.aten.threshold_backward(dy, *y, 0) if y else dy",
         "dy",
-        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[True]"),
+        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[True]", IN_16_BITS),
+    ),
+    (
+        "rest: dz is zero nowhere else",
+        "ops/folded.py",
+        "threshold_backward(dy, *y, 0)",
+        "threshold_backward(dy, *y, 0.02)",
+        (IN_16_BITS,),
     ),
     (
         "rest: beta's gradient is not scaled",
