@@ -30,18 +30,15 @@ from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced
 from fx_fuser.passes import (
     contractions,
-    conv1d,
-    depthwise,
     folding,
-    grouped,
     head_loss,
     masks,
     padding,
-    pixels,
     provenance,
 )
 from fx_fuser.passes.by_hand import gathers
 from fx_fuser.passes.by_hand import rewrite as by_hand
+from fx_fuser.passes.convolution import every
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.planning.layout import FORCED
@@ -125,12 +122,10 @@ def fuse_and_compile(
 ) -> tuple[Compiled | None, Outcome]:
     """Fuse, then compile: Inductor and its caches see the rewritten graph."""
     coming, padded = provenance.Passes.over(gm, options, inputs), padding.settings(gm, options)
+    of_convolutions = every.foreseen(gm, options, inputs)
     results: Any = gm.graph.output_node().args[0]
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
-    passes = conv1d.settings({**coming.load(), **padded}, gm, options, inputs)
-    passes = depthwise.settings(passes, gm, options, inputs)
-    passes = grouped.settings(passes, gm, options, inputs)
-    passes = pixels.settings(passes, gm, options, inputs)
+    passes = every.behind({**coming.load(), **padded}, of_convolutions, options)
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)

@@ -43,7 +43,8 @@ from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries
 from fx_fuser.options import FIRST_PASS, Options, is_off
 from fx_fuser.outcome import Outcome
-from fx_fuser.passes import conv1d, depthwise, folding, grouped, padding, pixels, provenance
+from fx_fuser.passes import folding, padding, provenance
+from fx_fuser.passes.convolution import every
 from fx_fuser.planning import plan
 from fx_fuser.registry import registered_patterns
 
@@ -231,10 +232,8 @@ def _compile_then_fuse(
 ) -> tuple[backend.Compiled | None, Outcome]:
     """Inductor looks into its caches first. On a hit no outcome is known."""
     passes = provenance.Passes.over(gm, options, inputs).load()
-    passes = conv1d.settings({**passes, **padding.settings(gm, options)}, gm, options, inputs)
-    passes = depthwise.settings(passes, gm, options, inputs)
-    passes = grouped.settings(passes, gm, options, inputs)
-    passes = pixels.settings(passes, gm, options, inputs)
+    found = every.foreseen(gm, options, inputs)
+    passes = every.behind({**passes, **padding.settings(gm, options)}, found, options)
     fusion = Fusion(gm, inputs, options)
     if provenance.has_convolutions(gm):  # which may be folded
         passes = folding.settings(passes, options, fusion.is_converted)

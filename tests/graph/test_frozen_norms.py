@@ -248,6 +248,41 @@ def test_an_alias_that_only_the_caller_knows() -> None:
     check(program(body), leaf(2, 4, 6, 7), torch.ones(2), fuses=LEFT, **GROWTH)
 
 
+def columns(vector: Tensor) -> Tensor:
+    return vector[:, None, None]
+
+
+# An image without a batch; the sum of its norm with a batch of one, or without. It has as many rows
+# as channels. And the sum of a batch in five dimensions, with as many images as channels.
+RANKS = {
+    "no batch": ((4, CHANNELS, 7), columns),
+    "no batch before the sum": ((4, CHANNELS, 7), rows),
+    "five dimensions": ((CHANNELS, 4, 5, 7), lambda vector: rows(vector)[None]),
+}
+
+
+@pytest.mark.parametrize("size, shaped", RANKS.values(), ids=RANKS)
+def test_only_batches_of_images_have_a_batch_norm(
+    size: tuple[int, ...], shaped: Callable[[Tensor], Tensor]
+) -> None:
+    """Refused here, before any site is sought."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        scale = shaped(m.w) * (shaped(m.rv) + 1e-5).rsqrt()
+        return (m.conv(x) * scale + (shaped(m.b) - shaped(m.rm) * scale)).relu()
+
+    names: list[str] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        graph = copy_of(gm.graph)
+        Prepared(graph)
+        names.extend(map(called_name, graph.nodes))
+        return gm.forward
+
+    torch.compile(program(body), backend=backend)(torch.randn(size))
+    assert "conv2d" in names and "batch_norm" not in names
+
+
 # ---- under autocast ------------------------------------------------------------------------------
 
 

@@ -10,6 +10,9 @@ KERNEL, SITE, PASS = (
 OFFERS = "tests/kernels/test_grouped.py"
 TESTS = "tests/passes/test_grouped_pass.py"
 REFUSALS = f"{TESTS}::test_refusals"
+OF_SITES = (
+    "tests/passes/test_convolutions_of_sites.py::test_the_gradients_of_a_site_are_replaced_once"
+)
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -47,6 +50,13 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "p < 0 or p > d * (k - 1)",
         "p < 0",
         (REFUSALS,),
+    ),
+    (
+        "grouped: the passes are those that the untouched graph asks for",
+        "backend.py",
+        "of_convolutions, options)",
+        "every.foreseen(gm, options, inputs), options)",
+        (f"{OF_SITES}[by_backend-True-layers0]",),
     ),
     (
         "grouped: no gradient where a stride leaves pixels without taps",

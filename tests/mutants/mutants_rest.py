@@ -7,7 +7,9 @@ LAUNCHES = "tests/planning/test_launches.py"
 MEMORY = "tests/passes/test_memory.py"
 RATES = "tests/planning/test_architectures.py"
 FROZEN = "tests/ops/test_folded_training.py"
+IN_16_BITS = "tests/ops/test_frozen_folded.py::test_a_net_in_16_bits[train]"
 PLAIN = "tests/graph/test_frozen_norms.py"
+RANKS = f"{PLAIN}::test_only_batches_of_images_have_a_batch_norm"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -30,14 +32,25 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "ops/folded.py",
         "dw.to(scale.dtype) * scale.view(-1, 1, 1, 1)",
         "dw.to(scale.dtype)",
-        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[False]"),
+        (
+            f"{FROZEN}::test_a_layer[relu]",
+            f"{FROZEN}::test_one_of_the_gradients[False]",
+            IN_16_BITS,
+        ),
     ),
     (
         "rest: dz is zero where relu's result is",
         "ops/folded.py",
         "torch.ops.aten.threshold_backward(dy, *y, 0) if y else dy",
         "dy",
-        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[True]"),
+        (f"{FROZEN}::test_a_layer[relu]", f"{FROZEN}::test_one_of_the_gradients[True]", IN_16_BITS),
+    ),
+    (
+        "rest: dz is zero nowhere else",
+        "ops/folded.py",
+        "threshold_backward(dy, *y, 0)",
+        "threshold_backward(dy, *y, 0.02)",
+        (IN_16_BITS,),
     ),
     (
         "rest: beta's gradient is not scaled",
@@ -87,6 +100,20 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "return along and all(t.numel() == channels for t in made)",
         "return all(t.numel() == channels for t in made)",
         (f"{PLAIN}::test_traps[a number for each row-eval]",),
+    ),
+    (
+        "rest: a frozen norm's convolution is of a batch",
+        "graph/prepare/frozen.py",
+        "if (c.ndim, z.ndim) != (4, 4):",
+        "if z.ndim != 4:",
+        (f"{RANKS}[no batch before the sum]",),
+    ),
+    (
+        "rest: a frozen norm's sum is of a batch of images",
+        "graph/prepare/frozen.py",
+        "if (c.ndim, z.ndim) != (4, 4):",
+        "if False:",
+        (f"{RANKS}[no batch]", f"{RANKS}[five dimensions]"),
     ),
     (
         "rest: a frozen norm's statistics have no gradient",

@@ -5,12 +5,13 @@ the function runs in torch (`cpu_ops`); the kernel itself: tests/kernels/pixels_
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import convolutions
 import pytest
 import torch
+from convolutions import BF16, LAST, fresh_graphs, targets, trained
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
@@ -26,22 +27,17 @@ from fx_fuser.passes.pixels.site import CONVOLUTION, Site
 from fx_fuser.planning import contest
 from fx_fuser.planning.timing import Timing
 
-BF16 = torch.bfloat16
-LAST = torch.channels_last
-OPTIONS = {"cpu_ops": True, "strict": True, "patterns": [], "auto": True}
+OPTIONS = {**convolutions.OPTIONS, "patterns": [], "auto": True}
 VAR_MEAN = torch.ops.aten.var_mean.correction
 _CAST = torch.ops.prims.convert_element_type.default
 
 
 @pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where Inductor's cache has a graph, from an earlier run, no pass runs. And no convolution is
-    fused with its tail: on a GPU those of 16 bits in training are left, with `cpu_ops` none is."""
+def unfused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No convolution is fused with its tail: on a GPU those of 16 bits in training are left, with
+    `cpu_ops` none is."""
     monkeypatch.setattr(reading, "_add_grown", lambda *args: None)
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
+    with fresh_graphs():
         yield
 
 
@@ -75,10 +71,6 @@ def graph_of(
     gm = make_fx(f, tracing_mode="fake")(x, weight)
     gm.graph.eliminate_dead_code()
     return gm
-
-
-def targets(gm: GraphModule) -> list[Any]:
-    return [n.target for n in gm.graph.nodes if n.op == "call_function"]
 
 
 def replaced(gm: GraphModule, **named: Any) -> GraphModule:
@@ -234,14 +226,9 @@ def images(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor, f: Callable[..., Tensor]) -> dict[str, Tensor]:
-    model.zero_grad()
-    given = x.detach().clone().requires_grad_()
-    with torch.autocast("cpu", BF16):
-        y = f(given)
-    y.float().square().sum().backward()
-    assert given.grad is not None
-    found = {"y": y.detach(), "x": given.grad}
-    found |= {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    """What `trained` returns, and the running statistics."""
+    names = ["y", "x", *(name for name, _ in model.named_parameters())]
+    found = dict(zip(names, trained(model, x, f), strict=True))
     return found | {n: b.detach().clone() for n, b in model.named_buffers()}
 
 

@@ -245,11 +245,13 @@ def _is_safe(view: View, norm: _Norm) -> bool:
 
 
 def _are_vectors(norm: _Norm) -> bool:
-    """Is there one number for each channel, in dtypes that batch_norm takes?"""
+    """Is there a number for each channel of a batch of images, in dtypes that batch_norm takes?"""
     z, c = meta_tensor(norm.node), meta_tensor(norm.convolution)
     vectors = [t for n in norm.vectors if (t := meta_tensor(n)) is not None]
     made = [t for n in norm.made if (t := meta_tensor(n)) is not None]
     if z is None or c is None or len(vectors) < len(norm.vectors) or len(made) < len(norm.made):
+        return False
+    if (c.ndim, z.ndim) != (4, 4):  # of others dimension 1 may be no channels
         return False
     channels, dtype, (mean, variance, *_) = z.shape[1], vectors[0].dtype, vectors
     if not isinstance(channels, int) or mean.requires_grad or variance.requires_grad:

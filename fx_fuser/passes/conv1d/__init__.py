@@ -10,15 +10,16 @@ Results have the strides that torch's have: they are contiguous, whatever those 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fx_fuser.options import Options
+from fx_fuser.passes import convolution
 from fx_fuser.passes.conv1d.site import Conv1dSite
-from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits, settings_with
+from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits
 
 COUNTERS = "fx_fuser_conv1d"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 
@@ -34,11 +35,9 @@ class Conv1d(ConvolutionPass):
         return Conv1dSite.of(node, self.device)
 
 
-def settings(
-    passes: Mapping[str, Any], gm: GraphModule, options: Options, inputs: Sequence[Any]
-) -> dict[str, Any]:
-    """As `settings_with`."""
-    return settings_with(Conv1d, _may_be_one, passes, gm, options, inputs)
+def foreseen(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Conv1d | None:
+    """As `convolution.foreseen`."""
+    return convolution.foreseen(Conv1d, _may_be_one, gm, options, inputs)
 
 
 def _may_be_one(node: Node) -> bool:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import load
-from fx_fuser.options import LAST_PASS, Options
+from fx_fuser.options import Options
 from fx_fuser.passes.convolution.site import CONVOLUTION, CONVOLUTION_BACKWARD, Site
 from fx_fuser.passes.graph_pass import GraphPass, leave, loaded
 from fx_fuser.planning import plan
@@ -32,6 +32,7 @@ from fx_fuser.planning import plan
 log = logging.getLogger("fx_fuser.passes.convolution")
 
 DTYPES = torch.bfloat16, torch.float16
+Found = TypeVar("Found", bound=GraphPass)
 
 
 @dataclass(frozen=True)
@@ -83,28 +84,30 @@ class ConvolutionPass(GraphPass):
         return there >= {*specs} and site.gains()
 
 
-def settings_with(
-    kind: Callable[..., ConvolutionPass],
+def may_run(options: Options) -> bool:
+    """May these passes run at all?"""
+    if options.users_pass("deterministic"):  # in which nothing may be timed
+        return False
+    return options.inner == "inductor" and options.grows
+
+
+def foreseen(
+    kind: Callable[[bool, bool], Found],
     may_be_one: Callable[[Node], bool],
-    passes: Mapping[str, Any],
     gm: GraphModule,
     options: Options,
     inputs: Sequence[Any],
-) -> dict[str, Any]:
-    """These settings of Inductor, setting → pass, with one of this kind behind them if the graph
-    may have a convolution for it. gm: the untouched graph. inputs: its own."""
-    asks = options.inner == "inductor" and options.grows
-    if options.users_pass("deterministic"):  # in which nothing may be timed
-        asks = False
-    if not asks or not any(map(may_be_one, _nodes_of(gm))):
-        return {**passes}
+) -> Found | None:
+    """A pass of this kind, if the graphs that Inductor makes of this one may have a convolution for
+    it. gm: the untouched graph. inputs: its own."""
+    if not may_run(options) or not any(map(may_be_one, _nodes_of(gm))):
+        return None
     used = {v.device for v in inputs if isinstance(v, Tensor) and v.device.type == "cuda"}
     if any(plan.unavailable(device) is not None for device in used):
-        return {**passes}
+        return None
     if not used and not options.cpu_ops:
-        return {**passes}
-    before = passes.get(LAST_PASS, options.users_pass(LAST_PASS))
-    return {**passes, LAST_PASS: kind(options.strict, not used, before)}
+        return None
+    return kind(options.strict, not used)
 
 
 def _nodes_of(gm: GraphModule) -> Iterator[Node]:

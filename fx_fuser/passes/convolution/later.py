@@ -9,13 +9,13 @@ from fx_fuser.kernels import grouped, pixels
 from fx_fuser.kernels.depthwise import training
 from fx_fuser.native import load
 from fx_fuser.options import Options
-from fx_fuser.passes.convolution import DTYPES
+from fx_fuser.passes.convolution import DTYPES, may_run
 
 
 def later(site: Site, options: Options) -> str:
     """What a pass then times at this convolution, as the end of a reason; empty if none does."""
     tensors = [meta_tensor(n) for n in (site.nodes[0], *map(site.operands.get, ("x", "weight")))]  # type: ignore[arg-type]
-    if None in tensors or options.inner != "inductor" or not options.grows:
+    if None in tensors or not may_run(options):
         return ""
     z, x, weight = tensors
     assert z is not None and x is not None and weight is not None

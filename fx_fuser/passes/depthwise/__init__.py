@@ -7,14 +7,15 @@ ours took 1.9 (kernels_cu/conv/NOTES_DEPTHWISE.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fx_fuser.options import Options
-from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits, settings_with
+from fx_fuser.passes import convolution
+from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits
 from fx_fuser.passes.depthwise.site import DepthwiseSite
 
 COUNTERS = "fx_fuser_depthwise"  # in `torch._dynamo.utils.counters`: operation → how many replaced
@@ -31,11 +32,9 @@ class Depthwise(ConvolutionPass):
         return DepthwiseSite.of(node, self.device)
 
 
-def settings(
-    passes: Mapping[str, Any], gm: GraphModule, options: Options, inputs: Sequence[Any]
-) -> dict[str, Any]:
-    """As `settings_with`."""
-    return settings_with(Depthwise, _may_be_one, passes, gm, options, inputs)
+def foreseen(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Depthwise | None:
+    """As `convolution.foreseen`."""
+    return convolution.foreseen(Depthwise, _may_be_one, gm, options, inputs)
 
 
 def _may_be_one(node: Node) -> bool:

@@ -8,14 +8,15 @@ H100, and layout conversions around its convolutions half of RegNet-Y's time in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fx_fuser.options import Options
-from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits, settings_with
+from fx_fuser.passes import convolution
+from fx_fuser.passes.convolution import ConvolutionPass, operands_of_16_bits
 from fx_fuser.passes.grouped.site import GroupedSite
 
 COUNTERS = "fx_fuser_grouped"  # in `torch._dynamo.utils.counters`: operation → how many replaced
@@ -32,11 +33,9 @@ class Grouped(ConvolutionPass):
         return GroupedSite.of(node, self.device)
 
 
-def settings(
-    passes: Mapping[str, Any], gm: GraphModule, options: Options, inputs: Sequence[Any]
-) -> dict[str, Any]:
-    """As `settings_with`."""
-    return settings_with(Grouped, _may_be_one, passes, gm, options, inputs)
+def foreseen(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Grouped | None:
+    """As `convolution.foreseen`."""
+    return convolution.foreseen(Grouped, _may_be_one, gm, options, inputs)
 
 
 def _may_be_one(node: Node) -> bool:

@@ -11,19 +11,18 @@ The pass runs after all others over Inductor's graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import load
-from fx_fuser.options import LAST_PASS, Options
+from fx_fuser.options import Options
+from fx_fuser.passes import convolution
 from fx_fuser.passes.graph_pass import GraphPass, loaded
 from fx_fuser.passes.pixels.site import CONVOLUTION, Site
-from fx_fuser.planning import plan
 
 log = logging.getLogger("fx_fuser.passes.pixels")
 
@@ -61,27 +60,9 @@ class Pixels(GraphPass):
         return site.shape_that_gains()
 
 
-def settings(
-    passes: Mapping[str, Any], gm: GraphModule, options: Options, inputs: Sequence[Any]
-) -> dict[str, Any]:
-    """These settings of Inductor, setting → pass, with the pass behind them if the graph may have
-    a convolution for it. gm: the untouched graph. inputs: its own."""
-    asks = options.inner == "inductor" and options.grows
-    if options.users_pass("deterministic"):  # in which nothing may be timed
-        asks = False
-    if not asks or not any(map(_may_be_norm, _nodes_of(gm))):
-        return {**passes}
-    used = {v.device for v in inputs if isinstance(v, Tensor) and v.device.type == "cuda"}
-    if any(plan.unavailable(device) is not None for device in used):
-        return {**passes}
-    if not used and not options.cpu_ops:
-        return {**passes}
-    before = passes.get(LAST_PASS, options.users_pass(LAST_PASS))
-    return {**passes, LAST_PASS: Pixels(options.strict, not used, before)}
-
-
-def _nodes_of(gm: GraphModule) -> Iterator[Node]:
-    return (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+def foreseen(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Pixels | None:
+    """As `convolution.foreseen`."""
+    return convolution.foreseen(Pixels, _may_be_norm, gm, options, inputs)
 
 
 def _may_be_norm(node: Node) -> bool:
