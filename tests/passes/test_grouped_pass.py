@@ -13,6 +13,7 @@ from convolutions import ASKED, BF16, LAST, OPTIONS, Convolutions, fresh_graphs,
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from fx_fuser.ops.grouped import FORWARD, OF_INPUT, OF_WEIGHT
 from fx_fuser.passes import grouped
 from fx_fuser.passes.convolution.site import CONVOLUTION_BACKWARD
 from fx_fuser.passes.grouped import COUNTERS, Grouped
@@ -152,6 +153,10 @@ def test_a_block_in_training(stride: int) -> None:
 @pytest.mark.slow
 def test_gradients_of_the_weight_alone() -> None:
     PASS.check_gradients_of_weights_alone(Block(), x_of(dtype=torch.float32))
+
+
+def test_strides_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    PASS.check_strides_at_run_time((FORWARD, OF_INPUT, OF_WEIGHT), monkeypatch, 3)
 
 
 def test_it_is_not_offered_without_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
