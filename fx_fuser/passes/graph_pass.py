@@ -29,6 +29,9 @@ GEMMS: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
+# Ops that run on the same kernel whatever strides their tensors have: to ask for some would cost a
+# copy where Inductor holds a tensor in others.
+_ANY_STRIDES = {"fx_fuser::split_product", "fx_fuser::kept", "fx_fuser::fold"}
 OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's meta about its value
 
 
@@ -96,24 +99,26 @@ def joint_uuid(own: tuple[Any, ...], before: Any) -> Any:
 
 
 def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node with the meta of `like`: of the same module, in forward or backward like it."""
+    """A new node with the meta of `like`: of the same module, in forward or backward like it. An op
+    of ours gets its tensors with the strides that they have here, for which it was chosen."""
     made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUE}
     values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+    if _needs_strides(target):
+        # Without this entry Inductor hands an op that a pass adds what it likes, whatever a `clone`
+        # in front of it says (torch/_inductor/graph.py: "inserted by a custom pass").
+        made.meta["eager_input_vals"] = (values, named)
     results = (v for v in tree_leaves(like.meta["val"]) if v is not None)  # some are not asked for
     with next(results).fake_mode:
         made.meta["val"] = target(*values, **named)
     return made
 
 
-def call_of_strides(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """`call`, of an op that is to get its tensors with the strides that they have here. Inductor
-    hands other ops that a pass adds what it likes, whatever a `clone` in front of them says: the
-    op's own default, exact strides, holds where this entry is (torch/_inductor/graph.py)."""
-    made = call(graph, like, target, *args, **kwargs)
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "fx_fuser":
-        made.meta["eager_input_vals"] = map_arg((args, kwargs), lambda n: n.meta["val"])
-    return made
+def _needs_strides(target: Any) -> bool:
+    """Is it an op of ours with a kernel that may decline tensors of other strides?"""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "fx_fuser":
+        return False
+    return target._schema.name not in _ANY_STRIDES
 
 
 _failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build

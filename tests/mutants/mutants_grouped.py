@@ -79,4 +79,17 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "        elif False:\n",
         (REFUSALS,),
     ),
+    (
+        "what a pass adds gets the strides that it was timed with",
+        "passes/graph_pass.py",
+        "return target._schema.name not in _ANY_STRIDES",
+        "return False",
+        (
+            f"{TESTS}::test_strides_at_run_time",
+            "tests/passes/test_depthwise_pass.py::test_strides_at_run_time",
+            "tests/passes/test_pixels_pass.py::test_strides_at_run_time",
+            "tests/passes/test_attention_split.py::test_heads_arrive_with_adjacent_elements",
+            "tests/passes/test_provenance.py::test_factors_arrive_with_adjacent_k",
+        ),
+    ),
 )

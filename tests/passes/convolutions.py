@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from arriving import tensors_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fx_fuser import reading
 from fx_fuser.native import load
 from fx_fuser.ops import run
 from fx_fuser.passes import convolution
@@ -264,3 +266,28 @@ class Convolutions:
             f(x).float().sum().backward()
         assert counters[self.counters] == {"convolution": 1, "convolution_backward": 1}
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+    def check_strides_at_run_time(
+        self, functions: Sequence[str], patch: pytest.MonkeyPatch, window: int
+    ) -> None:
+        """Images and gradients reach the functions in channels_last, as the kernels take them, if
+        the graph makes them so of contiguous ones: by itself Inductor would copy them in the layout
+        that they have. No convolution is fused with its tail: on a GPU those of 16 bits in training
+        are left, with `cpu_ops` none is."""
+        patch.setattr(reading, "_add_grown", lambda *args: None)
+        reached = tensors_of(patch, *functions)
+        padding, options = window // 2, {**OPTIONS, "patterns": [], "auto": True}
+        conv = nn.Conv2d(self.channels, self.channels, window, 1, padding, 1, self.groups)
+
+        @torch.compile(backend="fx_fuser", options=options)  # type: ignore[call-overload]
+        def f(x: Tensor) -> Tensor:
+            return conv(x.tanh().contiguous(memory_format=LAST)).contiguous().tanh()
+
+        x = torch.randn(3, self.channels, 6, 7, requires_grad=True)
+        with torch.autocast("cpu", BF16):
+            f(x).float().square().mean().backward()
+        assert counters[self.counters] == {"convolution": 1, "convolution_backward": 1}
+        for name in functions:
+            images = [t for tensors in reached[name] for t in tensors if t.shape[0] == len(x)]
+            assert images, name
+            assert all(t.is_contiguous(memory_format=LAST) for t in images), name

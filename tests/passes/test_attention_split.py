@@ -7,12 +7,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from arriving import tensors_of
 from attention_graphs import AsOnCuda, backward_graph, forward_graph, heads, qkv, replaced, targets
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -330,6 +332,20 @@ def compiled(model: Any, **options: Any) -> Any:
     torch._dynamo.reset()
     given = {"cpu_ops": True, "strict": True, "joint_custom_pre_pass": AsOnCuda(), **options}
     return torch.compile(model, backend="fx_fuser", options=given)
+
+
+def test_heads_arrive_with_adjacent_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes no others. By itself Inductor would copy in the layout that they have."""
+
+    def of_images(x: Tensor) -> Tensor:
+        q, k, v = (t.sin().mT.contiguous() for t in x.view(3, 2, 2, 8, 12))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    calls = tensors_of(monkeypatch, FORWARD)[FORWARD]
+    with torch.no_grad(), torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
+        compiled(of_images)(torch.randn(3 * 2 * 2 * 8 * 12))
+    ((*heads_of_all,),) = calls
+    assert len(heads_of_all) == 3 and all(t.is_contiguous() for t in heads_of_all)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fx_fuser.ops.depthwise import FORWARD, OF_WEIGHT
 from fx_fuser.passes import convolution
 from fx_fuser.passes.convolution.site import CONVOLUTION
 from fx_fuser.passes.depthwise import COUNTERS, Depthwise
@@ -153,6 +154,10 @@ STRIDED = pytest.param(5, 2, marks=pytest.mark.slow)
 @pytest.mark.parametrize("window, stride", [(7, 1), STRIDED])
 def test_a_block_in_training(window: int, stride: int) -> None:
     PASS.check_two_steps(Block(window, stride), x_of(dtype=torch.float32))
+
+
+def test_strides_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    PASS.check_strides_at_run_time((FORWARD, OF_WEIGHT), monkeypatch, 7)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from convolutions import ASKED, BF16, LAST, Convolutions, fresh_graphs, targets
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from fx_fuser.ops.grouped import FORWARD, OF_INPUT, OF_WEIGHT
 from fx_fuser.passes.convolution.site import CONVOLUTION_BACKWARD
 from fx_fuser.passes.grouped import COUNTERS, Grouped
 from fx_fuser.passes.grouped.site import GroupedSite
@@ -150,3 +151,7 @@ def test_a_block_in_training(stride: int) -> None:
 @pytest.mark.slow
 def test_gradients_of_the_weight_alone() -> None:
     PASS.check_gradients_of_weights_alone(Block(), x_of(dtype=torch.float32))
+
+
+def test_strides_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    PASS.check_strides_at_run_time((FORWARD, OF_INPUT, OF_WEIGHT), monkeypatch, 3)

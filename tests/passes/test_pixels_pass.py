@@ -11,6 +11,7 @@ from typing import Any
 import convolutions
 import pytest
 import torch
+from arriving import tensors_of
 from convolutions import BF16, LAST, fresh_graphs, targets, trained
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -21,6 +22,7 @@ import fx_fuser
 from fx_fuser import reading
 from fx_fuser.native import load
 from fx_fuser.ops import run
+from fx_fuser.ops.pixels import MOMENTS
 from fx_fuser.passes import pixels
 from fx_fuser.passes.pixels import COUNTERS, Pixels
 from fx_fuser.passes.pixels.site import CONVOLUTION, Site
@@ -294,6 +296,23 @@ def test_inside_plain_torch_compile() -> None:
     with fx_fuser.installed(OPTIONS), torch.autocast("cpu", BF16):
         torch.compile(model)(images()).float().sum().backward()
     assert counters[COUNTERS] == {"convolution": 2}
+
+
+def test_strides_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images arrive in channels_last, as the kernel takes them, where the graph makes them so of
+    contiguous ones: by itself Inductor would copy them in the layout that they have."""
+    calls = tensors_of(monkeypatch, MOMENTS)[MOMENTS]
+    model = Bottleneck().to(memory_format=LAST)
+
+    @torch.compile(backend="fx_fuser", options=OPTIONS)
+    def f(x: Tensor) -> Tensor:
+        made: Tensor = model(x.to(BF16).contiguous(memory_format=LAST))
+        return made
+
+    with torch.no_grad(), torch.autocast("cpu", BF16):  # what backward reads keeps its layout
+        f(images().contiguous())
+    assert len(calls) == 2
+    assert all(x.is_contiguous(memory_format=LAST) for x, *_ in calls)
 
 
 def test_a_failure_leaves_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:

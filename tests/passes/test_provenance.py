@@ -126,6 +126,23 @@ def test_one_product_where_both_were_cast(body: Body, dtype: torch.dtype) -> Non
     assert [*found().values()] == [1] and next(iter(found())).endswith(f" of {NAME[dtype]}")
 
 
+@pytest.mark.parametrize("made", [False, True])
+def test_factors_arrive_with_adjacent_k(made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes no others. By itself Inductor would copy in the layout that they have."""
+    exact, arrived = torch.ops.fx_fuser.exact_product.default, list[tuple[int, ...]]()
+    real = exact._op
+
+    def watched(*given: Any) -> Any:
+        if type(given[0]) is Tensor:  # no fake one
+            arrived.extend(t.stride() for t in given[:2])
+        return real(*given)
+
+    monkeypatch.setattr(exact, "_op", watched)
+    x, w = torch.randn(16, 10).to(BF16), torch.randn(16, 8).to(BF16)
+    check(lambda x, w: (x.sin() if made else x).float().mT @ w.float(), x, w)
+    assert {*arrived} == {(16, 1)}
+
+
 ONE: dict[str, Body] = {
     "x": lambda x, w, v: F.linear(x.float(), v),
     "the weight": lambda x, w, v: F.linear(v[:5], w.float()),

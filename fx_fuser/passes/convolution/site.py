@@ -18,7 +18,7 @@ from fx_fuser.graph.read.nodes import argument_of
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 from fx_fuser.passes.attention_split import items_of
-from fx_fuser.passes.graph_pass import call_of_strides
+from fx_fuser.passes.graph_pass import call
 from fx_fuser.planning import bench_ops, contest
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
@@ -172,7 +172,7 @@ class Site(ABC):
         """Raises RuntimeError, and replaces nothing, if a result would have another form."""
         graph, node = self.node.graph, self.node
         with graph.inserting_before(node):
-            new = self.made(functools.partial(call_of_strides, graph, node), self.tensors)
+            new = self.made(functools.partial(call, graph, node), self.tensors)
         for i, item in self.items.items():
             forms = [bench_ops.form_of_value(n.meta["val"]) for n in (item, new[i])]
             if forms[0] != forms[1]:

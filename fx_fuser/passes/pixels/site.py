@@ -20,7 +20,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import run
 from fx_fuser.ops.pixels import MOMENTS
 from fx_fuser.passes.attention_split import items_of
-from fx_fuser.passes.graph_pass import call, call_of_strides
+from fx_fuser.passes.graph_pass import call
 from fx_fuser.planning import bench_ops, contest
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
@@ -89,7 +89,7 @@ class Site:
         graph, node = self.node.graph, self.node
         with graph.inserting_before(node):
             arguments = run.arguments(MOMENTS, (*self._tensors, self.spec.name, shape))
-            made = call_of_strides(graph, node, run.MANY, *arguments)
+            made = call(graph, node, run.MANY, *arguments)
             z = call(graph, node, operator.getitem, made, 0)
             new = {
                 i: call(graph, item, operator.getitem, made, _PLACES[i])
