@@ -92,4 +92,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
             "tests/passes/test_provenance.py::test_factors_arrive_with_adjacent_k",
         ),
     ),
+    (
+        "a kernel of any strides asks for none",
+        "passes/graph_pass.py",
+        "return target._schema.name not in _ANY_STRIDES",
+        "return True",
+        (
+            "tests/passes/test_products.py"
+            "::test_the_split_product_takes_the_strides_that_inductor_holds",
+        ),
+    ),
 )

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_fuser.errors import BuildError
 from fx_fuser.kernels.split import is_small
@@ -315,3 +316,11 @@ def test_a_pass_of_the_users_that_raises_costs_the_fusions_alone() -> None:
     with torch.no_grad(), pytest.warns(UserWarning, match="leaves a graph unfused: InductorError"):
         y = torch.compile(body, backend="fx_fuser", options=options)(x, w)
     torch.testing.assert_close(y, body(x, w))
+
+
+def test_the_split_product_takes_the_strides_that_inductor_holds() -> None:
+    """Its kernel takes any: to ask for some would cost a copy."""
+    gm = make_fx(torch.mm, tracing_mode="fake")(torch.randn(4, 8), torch.randn(8, 4))
+    products.Products(strict=True, on_cpu=True)(gm.graph)
+    (node,) = gm.graph.find_nodes(op="call_function", target=products.SPLIT_PRODUCT)
+    assert "eager_input_vals" not in node.meta
