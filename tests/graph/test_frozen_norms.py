@@ -81,6 +81,7 @@ def relu_of(norm: Callable[[Any, Tensor], Tensor]) -> Body:
     return lambda m, x: norm(m, m.conv(x)).relu()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("norm", FORMS.values(), ids=FORMS)
 def test_forms(norm: Callable[[Any, Tensor], Tensor], train: bool) -> None:
@@ -214,18 +215,20 @@ TRAPS: dict[str, tuple[Body, dict[str, Any]]] = {
     "vectors that are computed": (made_vectors, {}),
     "in place": (in_place, {}),
     "statistics that change": (counted, {}),
-    "a scale that is written to": (overwritten, {}),
     "no gradient through the scale": (ungraded, trained()),
+    "a scale that is written to": (overwritten, {}),
     "a trained variance": (
         relu_of(torchvision),
         {"rv": nn.Parameter(torch.rand(CHANNELS) + 0.5)},
     ),
-    "a trained mean": (relu_of(torchvision), {"rm": nn.Parameter(torch.randn(CHANNELS))}),
     "a scale of float64": (in_float64, {}),
+    "a trained mean": (relu_of(torchvision), {"rm": nn.Parameter(torch.randn(CHANNELS))}),
     "a weight of one number": (relu_of(torchvision), {"w": torch.randn(1)}),
 }
 
 
+# Every second trap is run with a gradient: what only a gradient shows stands there in TRAPS.
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("body, members", TRAPS.values(), ids=TRAPS)
 def test_traps(body: Body, members: dict[str, Any], train: bool) -> None:

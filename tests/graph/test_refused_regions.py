@@ -75,6 +75,7 @@ static_dynamic = pytest.mark.parametrize(
 
 
 @static_dynamic
+@pytest.mark.one_in(2)
 @some_of(SPELLED)
 def test_spelled_across_no_grad(anchor: Body, tail: Tail, dynamic: bool) -> None:
     """The anchor's parameters must get no gradient, however the pattern is spelt."""
@@ -88,6 +89,7 @@ def test_spelled_across_no_grad(anchor: Body, tail: Tail, dynamic: bool) -> None
 
 
 @static_dynamic
+@pytest.mark.one_in(2)
 @some_of(SPELLED | ONLY_INFERRED, begin=3)
 def test_spelled_around_a_write(anchor: Body, tail: Tail, dynamic: bool) -> None:
     """x as it was before the write counts, however the pattern is spelt."""

@@ -142,6 +142,7 @@ def test_under_autocast(body: Body) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("body", FORMS, ids=lambda body: body.__name__)
 @pytest.mark.each_once
+@pytest.mark.one_in(5)
 def test_weights_of_16_bits(body: Body, dtype: torch.dtype) -> None:
     """Without `float()` the loss has 16 bits, too."""
     check(model(body, dtype), rows(B, T, dtype=dtype), labels(B, T), heads=FORMS[body])

@@ -196,7 +196,7 @@ def test_under_autocast(body: Body) -> None:
 
 
 @pytest.mark.parametrize("body", FORMS, ids=lambda body: body.__name__)
-@pytest.mark.each_once
+@pytest.mark.one_in(6)
 def test_in_a_checkpoint_under_autocast(body: Body) -> None:
     """Whose body does not show the autocast: results are in fp32 all the same."""
     y = labels(B, T).clamp(min=0) if body is classes_second_of_each_row else labels(B, T)
