@@ -89,7 +89,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
             "tests/passes/test_depthwise_pass.py::test_strides_at_run_time",
             "tests/passes/test_pixels_pass.py::test_strides_at_run_time",
             "tests/passes/test_attention_split.py::test_heads_arrive_with_adjacent_elements",
-            "tests/passes/test_provenance.py::test_factors_arrive_with_adjacent_k",
+            "tests/passes/test_provenance.py::test_factors_arrive_with_adjacent_k[False]",
         ),
     ),
     (
