@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from arriving import tensors_of
 from checks import passes
 from plan_cases import CONV, decide
 from sm90 import gpu_from_sm80 as gpu
@@ -28,6 +29,7 @@ from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.kernels import families
 from fx_fuser.kernels.grouped import grouped as family
 from fx_fuser.kernels.grouped import grouped_cut, grouped_tiles, unit_of
+from fx_fuser.ops.grouped import FORWARD, OF_INPUT, OF_WEIGHT
 from fx_fuser.options import Options
 from fx_fuser.passes import grouped as of_pass
 from fx_fuser.passes.grouped.site import GroupedSite
@@ -364,8 +366,8 @@ def test_other_sizes_and_strides_of_x() -> None:
 @gpu
 @pytest.mark.parametrize("groups, stride", [(4, 1), (12, 2)])
 def test_training_under_autocast(monkeypatch, groups, stride) -> None:
-    """Forward and both gradients by the kernels, in Inductor's graphs; a second step follows the
-    weights."""
+    """Forward and both gradients by the kernels, in Inductor's graphs: no call comes back to torch.
+    A second step follows the weights."""
     # No pass runs where Inductor's cache has a graph of an earlier run.
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", str(uuid.uuid4()))
     monkeypatch.setattr(GroupedSite, "gains", lambda site: True)
@@ -378,6 +380,7 @@ def test_training_under_autocast(monkeypatch, groups, stride) -> None:
     eager = eager.cuda().to(memory_format=LAST)
     ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
     compiled = torch.compile(ours, backend="fx_fuser", options={"strict": True})
+    declined = tensors_of(monkeypatch, FORWARD, OF_INPUT, OF_WEIGHT)
     for step in range(2):
         x = torch.randn(4, 48, 17, 15, device="cuda").to(memory_format=LAST)
         results = []
@@ -397,3 +400,4 @@ def test_training_under_autocast(monkeypatch, groups, stride) -> None:
             assert relative(value, truth) <= max(2 * relative(other, truth), least)
             assert value.stride() == other.stride()
     assert counters[of_pass.COUNTERS] == {"convolution": 1, "convolution_backward": 1}
+    assert not any(declined.values())

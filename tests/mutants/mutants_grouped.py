@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-KERNEL, SITE, PASS = (
-    "kernels/grouped/__init__.py",
-    "passes/grouped/site.py",
-    "passes/grouped/__init__.py",
-)
+KERNEL, SITE = "kernels/grouped/__init__.py", "passes/grouped/site.py"
 OFFERS = "tests/kernels/test_grouped.py"
 TESTS = "tests/passes/test_grouped_pass.py"
 REFUSALS = f"{TESTS}::test_refusals"

@@ -56,7 +56,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "pixels: whole vectors of channels",
         SITE,
-        "if any(n % pixels.WIDTH for n in weight.shape[:2]):",
+        "if not pixels.takes(*weight.shape[:2]):",
         "if False:",
         (REFUSALS,),
     ),

@@ -42,19 +42,22 @@ def test_a_kernel_for_inference_is_not_said_to_be_missing(on_gpu: Any, scale: fl
 
 
 @pytest.mark.parametrize(
-    ("groups", "kernel", "kind"),
+    ("channels", "groups", "kernel", "kind"),
     [
-        (96, 3, "depthwise convolutions"),
-        (6, 3, "grouped convolutions"),
-        (1, 1, "1 x 1 convolutions with the statistics of their result"),
-        (1, 3, ""),
-        (96, 4, ""),  # no kernel has such a window
-        (2, 3, ""),  # nor so many channels of a group: 48 and 160
+        ((96, 96), 96, 3, "depthwise convolutions"),
+        ((96, 96), 6, 3, "grouped convolutions"),
+        ((96, 96), 1, 1, "1 x 1 convolutions with the statistics of their result"),
+        ((96, 96), 1, 3, ""),
+        ((96, 96), 96, 4, ""),  # no kernel has such a window
+        ((96, 320), 2, 3, ""),  # nor so many channels of a group: 48 and 160
+        ((96, 100), 1, 1, ""),  # nor channels that are not multiples of 8
     ],
 )
-def test_what_a_later_pass_may_do_is_said(on_gpu: Any, groups: int, kernel: int, kind: str) -> None:
+def test_what_a_later_pass_may_do_is_said(
+    on_gpu: Any, channels: tuple[int, int], groups: int, kernel: int, kind: str
+) -> None:
     """In training, in which no kernel of a site has gradients."""
-    inputs, outputs = (96, 320) if groups == 2 else (96, 96)
+    inputs, outputs = channels
     conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=False)
     model = nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
     x = torch.randn(2, inputs, 9, 9, dtype=torch.bfloat16)

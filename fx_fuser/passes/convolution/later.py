@@ -34,6 +34,7 @@ def later(site: Site, options: Options) -> str:
     else:
         is_normalised = bool(site.attrs.get("training"))
         takes = is_normalised and (window, stride) == ([1, 1], [1, 1])
+        takes = takes and pixels.takes(inputs, outputs)
         takes = takes and load.runs_on(pixels.spec_of(z.dtype), z.device)
         kind = "1 x 1 convolutions with the statistics of their result"
     return f"; a later pass times fx_fuser's kernels for {kind}" if takes else ""

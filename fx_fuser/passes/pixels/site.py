@@ -209,7 +209,7 @@ def _fault_of_tensors(values: Sequence[Any], device: str) -> str:
         return "a size is not known when compiling"
     if any(n == 0 for n in z.shape):
         return "it is empty"
-    if any(n % pixels.WIDTH for n in weight.shape[:2]):
+    if not pixels.takes(*weight.shape[:2]):
         return f"its channels are not multiples of {pixels.WIDTH}"
     if not all(v.is_contiguous(memory_format=torch.channels_last) for v in (x, z)):
         return "it is not in channels_last"
